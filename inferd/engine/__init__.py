@@ -1,0 +1,1 @@
+"""The engine inside inferd: model code, scheduler and KV cache, version by version."""

@@ -1,0 +1,1 @@
+"""The loader daemon: owns weight memory, verifies it and hands it to inference daemons."""

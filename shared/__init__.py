@@ -1,0 +1,1 @@
+"""What both daemons speak: ids, errors, messages, fd passing, layout and memory backends."""

@@ -1,0 +1,236 @@
+"""One root for every error, with branches by who must act.
+
+Each error is a class with its facts as attributes; the message says what, which, expected and
+found.  Only a process entry turns an error into an exit code, and only `to_wire` flattens it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+Fact = str | int | float
+
+
+class ChangeoverError(Exception):
+    """Root of all errors raised on purpose by changeover."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, **facts: Fact) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+
+
+# --- the caller must act -------------------------------------------------------------------------
+
+
+class CallerError(ChangeoverError):
+    """The request cannot be carried out as asked."""
+
+    code = "caller"
+
+
+class InvalidName(CallerError):
+    """A name holds characters that names may not hold."""
+
+    code = "invalid_name"
+
+    def __init__(self, *, what: str, name: str) -> None:
+        super().__init__(f"{name!r} is not a valid {what}", what=what, name=name)
+
+
+class InvalidRequest(CallerError):
+    """A request's fields do not fit together or do not fit the state they meet."""
+
+    code = "invalid_request"
+
+
+class UnknownVersion(CallerError):
+    """No folder or resident version has this name."""
+
+    code = "unknown_version"
+
+
+class NotPermitted(CallerError):
+    """The peer's credentials do not allow the verb."""
+
+    code = "not_permitted"
+
+
+class PlanRefused(CallerError):
+    """The plan says that the version cannot work; nothing was changed."""
+
+    code = "refused"
+
+
+class Superseded(CallerError):
+    """A newer push of the same model took this one's place before it was committed."""
+
+    code = "superseded"
+
+
+class DeadlineExceeded(CallerError):
+    """The caller's deadline passed before the work was done."""
+
+    code = "deadline"
+
+
+class CheckpointError(CallerError):
+    """A checkpoint is malformed, changed while it was read, or is not what its seal says.
+
+    `file` is relative to the checkpoint folder, `tensor` is empty where no single tensor is at
+    fault, `byte` is the offset in the file or -1.
+    """
+
+    code = "checkpoint"
+
+    def __init__(self, reason: str, *, file: str, tensor: str = "", byte: int = -1) -> None:
+        place = file
+        if tensor:
+            place += f": tensor {tensor!r}"
+        if byte >= 0:
+            place += f": byte {byte}"
+        super().__init__(f"{place}: {reason}", file=file, tensor=tensor, byte=byte, reason=reason)
+        self.reason = reason
+        self.file = file
+        self.tensor = tensor
+        self.byte = byte
+
+
+class DigestMismatch(CheckpointError):
+    """Bytes are not those that a seal, a journal or an earlier read promised."""
+
+    code = "digest_mismatch"
+
+
+class WarmupFailed(CallerError):
+    """A version was mapped and built, but trial prompts show that it cannot serve."""
+
+    code = "warmup"
+
+
+# --- the peer must act ---------------------------------------------------------------------------
+
+
+class PeerError(ChangeoverError):
+    """The process at the other end of a socket broke the protocol or went away."""
+
+    code = "peer"
+
+
+class ProtocolError(PeerError):
+    """A frame is too large, malformed, of another protocol version or out of order."""
+
+    code = "protocol"
+
+
+class PeerGone(PeerError):
+    """The connection ended while an answer was due."""
+
+    code = "peer_gone"
+
+
+class StaleEpoch(PeerError):
+    """A commit carries an epoch that is not newer than the one in force."""
+
+    code = "stale_epoch"
+
+
+class PrepareFailed(PeerError):
+    """An inference daemon could not prepare a version; `inferd` names it."""
+
+    code = "prepare_failed"
+
+
+# --- the operator must act -----------------------------------------------------------------------
+
+
+class ResourceError(ChangeoverError):
+    """Something the host should have is missing, too small or held by someone."""
+
+    code = "resource"
+
+
+class ConfigError(ResourceError):
+    """A configuration file is missing, malformed or contradicts itself."""
+
+    code = "config"
+
+
+class OutOfMemory(ResourceError):
+    """An allocation does not fit; facts say what was needed and what was free."""
+
+    code = "out_of_memory"
+
+    def __init__(self, *, what: str, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"{what} needs {needed_bytes} bytes, {free_bytes} are free",
+            what=what,
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+        )
+
+
+class SlotBusy(ResourceError):
+    """A slot did not drain before the deadline; facts name who holds it and for how long."""
+
+    code = "slot_busy"
+
+
+class DaemonUnreachable(ResourceError):
+    """No daemon answers on the socket."""
+
+    code = "unreachable"
+
+
+# --- the driver or the kernel said no ------------------------------------------------------------
+
+
+class DriverError(ChangeoverError):
+    """A system or driver call failed; `call` and `number` say which and how."""
+
+    code = "driver"
+
+    def __init__(self, call: str, number: int, detail: str) -> None:
+        super().__init__(f"{call} failed with {number}: {detail}", call=call, number=number)
+        self.call = call
+        self.number = number
+
+
+# --- we are wrong --------------------------------------------------------------------------------
+
+
+class InvariantError(ChangeoverError):
+    """Something that cannot happen did; `story` lists the events that led here, oldest first."""
+
+    code = "invariant"
+
+    def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
+        tail = "".join(f"\n  {line}" for line in story)
+        super().__init__(message + tail)
+        self.story = story
+
+
+def error_class(code: str) -> type[ChangeoverError]:
+    """The class whose `code` is `code`, or the root for a code this build does not know."""
+    pending = [ChangeoverError]
+    while pending:
+        cls = pending.pop()
+        if cls.code == code:
+            return cls
+        pending.extend(cls.__subclasses__())
+    return ChangeoverError
+
+
+def rebuild_error(code: str, message: str, facts: dict[str, Fact]) -> ChangeoverError:
+    """An error received from a peer, as an instance of its class with the peer's message and facts."""
+    cls = error_class(code)
+    error = cls.__new__(cls)
+    ChangeoverError.__init__(error, message, **facts)
+    if isinstance(error, CheckpointError):
+        error.file = str(facts.get("file", ""))
+        error.tensor = str(facts.get("tensor", ""))
+        error.byte = int(facts.get("byte", -1))
+        error.reason = str(facts.get("reason", message))
+    return error

@@ -1,0 +1,1 @@
+"""Memory backends: the seam between the daemons and where weights live."""
