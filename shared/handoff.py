@@ -1,0 +1,191 @@
+"""What travels on `handoff.sock` between loaderd and an inferd.
+
+The connection is the lease.  inferd opens it with `Hello`; after `Welcome` loaderd asks and inferd
+answers with the same `request_id`, and inferd reports on its own when its slots change.
+Fds accompany `Prepare` (layout table, assets), `SlabBatch` and `HandedBack`, in the order named there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.control import SlotReport
+from shared.messages import Count, Name, Seconds, Tag, WireError, WireModel
+
+FDS_PER_FRAME = 128
+"""Well below the kernel's SCM_MAX_FD of 253."""
+
+
+class SlabHandle(WireModel):
+    """A slab whose fd travels at the same position of the same frame."""
+
+    slab_id: Name
+    device: str
+    nbytes: Count
+
+
+class HeldVersion(WireModel):
+    """A version that inferd maps at the time it attaches."""
+
+    tag: Tag
+    slot: Annotated[int, Field(ge=0, lt=2)]
+    state: str
+    epoch: Count
+
+
+# --- inferd → loaderd ----------------------------------------------------------------------------
+
+
+class Hello(WireModel):
+    """First frame of a connection: who attaches, for which model, and what it already holds."""
+
+    kind: Literal["hello"] = "hello"
+    protocol: int
+    name: Name
+    model: Name
+    backend: str
+    devices: tuple[str, ...]
+    engine: str
+    flip: str
+    serves_two_versions: bool
+    epoch: Count  # newest epoch this inferd has committed, 0 if none
+    held: tuple[HeldVersion, ...] = ()
+
+
+class Prepared(WireModel):
+    """Mapped, checked, built and warm; `tag` carries the digest of what is mapped."""
+
+    kind: Literal["prepared"] = "prepared"
+    request_id: Count
+    tag: Tag
+    map_s: Seconds
+    verify_s: Seconds
+    build_s: Seconds
+    warm_s: Seconds
+
+
+class Committed(WireModel):
+    """`tag` serves under `epoch`; `flip_ns` from the commit's arrival to the flip."""
+
+    kind: Literal["committed"] = "committed"
+    request_id: Count
+    tag: Tag
+    epoch: Count
+    flip_ns: Count
+
+
+class Released(WireModel):
+    """Nothing of `tag` is mapped any more."""
+
+    kind: Literal["released"] = "released"
+    request_id: Count
+    tag: Tag
+
+
+class HandedBack(WireModel):
+    """First frame of a held version's return; fds: layout table, assets.  `SlabBatch` frames follow."""
+
+    kind: Literal["handed_back"] = "handed_back"
+    request_id: Count
+    tag: Tag
+    slabs: Count
+
+
+class Failed(WireModel):
+    """The request with this id was not carried out; inferd is as it was before it."""
+
+    kind: Literal["failed"] = "failed"
+    request_id: Count
+    error: WireError
+
+
+class Report(WireModel):
+    """Unasked: the slots after a change, and the load about once a second."""
+
+    kind: Literal["report"] = "report"
+    epoch: Count
+    slots: tuple[SlotReport, ...]
+    running: Count
+    waiting: Count
+    tokens_generated: Count
+
+
+# --- loaderd → inferd ----------------------------------------------------------------------------
+
+
+class Welcome(WireModel):
+    """The lease is open."""
+
+    kind: Literal["welcome"] = "welcome"
+    protocol: int
+    generation: str
+    lease: Count
+
+
+class Refused(WireModel):
+    """The lease is not granted; the connection ends."""
+
+    kind: Literal["refused"] = "refused"
+    error: WireError
+
+
+class Prepare(WireModel):
+    """Map, check, build and warm `tag`; fds: layout table, assets.  `SlabBatch` frames follow."""
+
+    kind: Literal["prepare"] = "prepare"
+    request_id: Count
+    tag: Tag
+    slabs: Count
+    timeout_s: Seconds
+
+
+class Commit(WireModel):
+    """Flip to `tag`, which is prepared or retained; refused unless `epoch` is newer than the last."""
+
+    kind: Literal["commit"] = "commit"
+    request_id: Count
+    tag: Tag
+    epoch: Count
+
+
+class Release(WireModel):
+    """Drain and unmap `tag`, which does not serve."""
+
+    kind: Literal["release"] = "release"
+    request_id: Count
+    tag: Tag
+    timeout_s: Seconds
+
+
+class HandBack(WireModel):
+    """Send the fds of held version `tag`, so that a restarted loaderd can adopt its memory."""
+
+    kind: Literal["hand_back"] = "hand_back"
+    request_id: Count
+    tag: Tag
+
+
+# --- both ways -----------------------------------------------------------------------------------
+
+
+class SlabBatch(WireModel):
+    """Up to FDS_PER_FRAME slabs of the transfer `request_id`; one fd per slab, in order."""
+
+    kind: Literal["slab_batch"] = "slab_batch"
+    request_id: Count
+    first: Count
+    slabs: Annotated[tuple[SlabHandle, ...], Field(min_length=1, max_length=FDS_PER_FRAME)]
+
+
+FromInferd = Annotated[
+    Hello | Prepared | Committed | Released | HandedBack | SlabBatch | Failed | Report,
+    Field(discriminator="kind"),
+]
+FromLoaderd = Annotated[
+    Welcome | Refused | Prepare | SlabBatch | Commit | Release | HandBack, Field(discriminator="kind")
+]
+
+FROM_INFERD: TypeAdapter[FromInferd] = TypeAdapter(FromInferd)
+FROM_LOADERD: TypeAdapter[FromLoaderd] = TypeAdapter(FromLoaderd)

@@ -1,0 +1,56 @@
+"""Fields that several messages share: the frozen base, wire errors and version tags."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shared.errors import ChangeoverError, Fact, rebuild_error
+from shared.ids import Digest, VersionRef, VersionTag
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$")]
+DigestText = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class WireModel(BaseModel):
+    """Base of everything that crosses a socket: frozen, unknown fields refused, no coercion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class WireError(WireModel):
+    """An error as it travels: its class by `code`, its message and its facts."""
+
+    code: str
+    message: str
+    facts: dict[str, str | int | float] = {}
+
+    @classmethod
+    def of(cls, error: ChangeoverError) -> Self:
+        """Flatten an error for the wire."""
+        return cls(code=error.code, message=error.message, facts=dict(error.facts))
+
+    def to_error(self) -> ChangeoverError:
+        """The error as the peer raised it, as an instance of its class."""
+        facts: dict[str, Fact] = dict(self.facts)
+        return rebuild_error(self.code, self.message, facts)
+
+
+class Tag(WireModel):
+    """A version by name and content."""
+
+    model: Name
+    version: Name
+    digest: DigestText
+
+    @classmethod
+    def of(cls, tag: VersionTag) -> Self:
+        """The wire form of a version tag."""
+        return cls(model=tag.ref.model, version=tag.ref.version, digest=tag.digest)
+
+    def to_tag(self) -> VersionTag:
+        """The version tag as the daemons use it."""
+        return VersionTag(VersionRef(self.model, self.version), Digest(self.digest))
