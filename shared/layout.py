@@ -49,5 +49,5 @@ class Layout:
     @property
     def total_bytes(self) -> int:
         """Bytes of all distinct places; tensors that are aliases of one place count once."""
-        places = {(t.slab, t.offset_bytes): t.nbytes for t in self.tensors}
+        places = {(t.slab, t.offset_bytes): t.nbytes for t in self.tensors if t.nbytes}
         return sum(places.values())
