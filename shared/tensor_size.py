@@ -15,6 +15,8 @@ MAX_TENSOR_BYTES = 1 << 48
 MAX_NAME_CHARS = 1024
 """Longest tensor name that a header, a seal or a layout table may carry."""
 
+_SHOWN_CHARS = 40
+
 MAX_TENSORS = 500_000
 """Most tensors that a header, a seal or a layout table may list."""
 
@@ -26,14 +28,14 @@ def tensor_nbytes(dtype: str, shape: Sequence[object]) -> int:
     """
     bits = DTYPE_BITS.get(dtype)
     if bits is None:
-        raise ValueError(f"dtype {dtype!r} is not known")
+        raise ValueError(f"dtype {dtype[:_SHOWN_CHARS]!r} is not known")
     if len(shape) > MAX_RANK:
         raise ValueError(f"shape has {len(shape)} dimensions, at most {MAX_RANK} are allowed")
     elements = 1
     extent = 1
     for dimension in shape:
         if type(dimension) is not int or dimension < 0:
-            raise ValueError(f"dimension {dimension!r} is not a non-negative integer")
+            raise ValueError(f"dimension {repr(dimension)[:_SHOWN_CHARS]} is not a non-negative integer")
         elements *= dimension
         extent *= dimension or 1
         if extent * bits > MAX_TENSOR_BYTES * 8:

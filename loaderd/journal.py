@@ -1,0 +1,215 @@
+"""The journal: every transition with its cause, durable, and what a restarted loaderd knows from it.
+
+One JSON object per line, appended and synced.  A crash can tear the last line only; a torn last line
+is dropped at the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import ValidationError
+
+from shared.control import HistoryEntry
+from shared.errors import ConfigError, Fact, ResourceError
+from shared.ids import Digest, Epoch, VersionRef, VersionTag
+
+COMMITTED = "commit"
+KEEP_ENTRIES = 5_000
+COMPACT_ABOVE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The newest commit of a model that the journal knows, and the one before it."""
+
+    tag: VersionTag
+    epoch: Epoch
+    previous: VersionTag | None
+
+
+@dataclass(slots=True)
+class Recollection:
+    """What the journal says about the time before this start."""
+
+    sequence: int = 0
+    committed: dict[str, Committed] = field(default_factory=dict)
+
+
+class Journal:
+    """Append-only history of one loaderd.  Used from the event loop's thread only."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the journal at `path`; raises ConfigError if it is damaged before its last line."""
+        self._path = path
+        self.recollection = Recollection()
+        self._recent: deque[HistoryEntry] = deque(maxlen=KEEP_ENTRIES)
+        entries, intact_bytes = _read(path)
+        for entry in entries:
+            self._recent.append(entry)
+            _recall(self.recollection, entry)
+        if intact_bytes > COMPACT_ABOVE_BYTES:
+            _rewrite(path, _worth_keeping(entries))
+            intact_bytes = path.stat().st_size
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        os.ftruncate(self._fd, intact_bytes)
+        os.lseek(self._fd, 0, os.SEEK_END)
+
+    def append(
+        self,
+        kind: str,
+        *,
+        model: str = "",
+        version: str = "",
+        operation: str = "",
+        cause: str = "",
+        durable: bool = False,
+        **data: Fact,
+    ) -> HistoryEntry:
+        """Write one entry; with `durable` it is on disk when this returns (blocking for one fdatasync).
+        Raises ResourceError if the disk refuses it; the journal then is as it was."""
+        entry = HistoryEntry(
+            sequence=self.recollection.sequence + 1,
+            time_ns=time.time_ns(),
+            kind=kind,
+            model=model,
+            version=version,
+            operation=operation,
+            cause=cause,
+            data=data,
+        )
+        self._write(_line(entry), durable)
+        self._recent.append(entry)
+        _recall(self.recollection, entry)
+        return entry
+
+    def commit(self, tag: VersionTag, epoch: Epoch, operation: str, cause: str) -> None:
+        """Record, durably, that `tag` is the active version of its model from `epoch` on."""
+        self.append(
+            COMMITTED,
+            model=tag.ref.model,
+            version=tag.ref.version,
+            operation=operation,
+            cause=cause,
+            durable=True,
+            digest=tag.digest,
+            epoch=epoch,
+        )
+
+    def newest(self, model: str | None, limit: int) -> tuple[HistoryEntry, ...]:
+        """The newest `limit` entries (of one model), oldest first."""
+        chosen: list[HistoryEntry] = []
+        for entry in reversed(self._recent):
+            if len(chosen) == limit:
+                break
+            if model is None or entry.model == model:
+                chosen.append(entry)
+        return tuple(reversed(chosen))
+
+    def _write(self, line: bytes, durable: bool) -> None:
+        end = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            view = memoryview(line)
+            while view:
+                view = view[os.write(self._fd, view) :]
+            if durable:
+                os.fdatasync(self._fd)
+        except OSError as error:
+            # Half a line in the middle of the file would make the whole journal unreadable.
+            os.ftruncate(self._fd, end)
+            os.lseek(self._fd, end, os.SEEK_SET)
+            raise ResourceError(f"the journal {self._path} cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Sync and close the file."""
+        os.fdatasync(self._fd)
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _line(entry: HistoryEntry) -> bytes:
+    return json.dumps(entry.model_dump(), separators=(",", ":")).encode() + b"\n"
+
+
+def _read(path: Path) -> tuple[list[HistoryEntry], int]:
+    """Entries and the length in bytes of the intact part."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    entries: list[HistoryEntry] = []
+    intact = 0
+    for line in _lines(raw):
+        try:
+            entries.append(HistoryEntry.model_validate_json(line, strict=True))
+        except ValidationError as error:
+            if intact + len(line) == len(raw):
+                break  # torn by a crash while it was written
+            raise ConfigError(f"{path}: entry {len(entries) + 1} is damaged: {error}") from error
+        intact += len(line)
+    return entries, intact
+
+
+def _lines(raw: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(raw):
+        end = raw.find(b"\n", start) + 1
+        if end == 0:
+            return  # no newline: torn
+        yield raw[start:end]
+        start = end
+
+
+def _recall(recollection: Recollection, entry: HistoryEntry) -> None:
+    recollection.sequence = max(recollection.sequence, entry.sequence)
+    if entry.kind != COMMITTED:
+        return
+    tag = VersionTag(VersionRef(entry.model, entry.version), Digest(str(entry.data["digest"])))
+    before = recollection.committed.get(entry.model)
+    recollection.committed[entry.model] = Committed(
+        tag=tag,
+        epoch=Epoch(int(entry.data["epoch"])),
+        previous=before.tag if before is not None else None,
+    )
+
+
+def _worth_keeping(entries: list[HistoryEntry]) -> Iterable[HistoryEntry]:
+    """The newest entries, and the last two commits of each model however old they are."""
+    commits: dict[str, list[HistoryEntry]] = {}
+    for entry in entries:
+        if entry.kind == COMMITTED:
+            commits[entry.model] = [*commits.get(entry.model, []), entry][-2:]
+    keep = {entry.sequence for pair in commits.values() for entry in pair}
+    keep |= {entry.sequence for entry in entries[-KEEP_ENTRIES // 2 :]}
+    return (entry for entry in entries if entry.sequence in keep)
+
+
+def _rewrite(path: Path, entries: Iterable[HistoryEntry]) -> None:
+    """Replace the journal atomically."""
+    fresh = path.with_suffix(".new")
+    with fresh.open("wb") as file:
+        for entry in entries:
+            file.write(_line(entry))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,84 @@
+"""A version whose bytes are in memory: what loaderd keeps and offers, and what inferd maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shared.digest import LEAF_BYTES, file_digest, tensor_digest, version_digest
+from shared.errors import DigestMismatch
+from shared.ids import Digest, VersionTag
+from shared.layout import Layout, TensorEntry
+from shared.memory.backend import Slab
+
+HASHING_THREADS = 2
+"""Leaves of different tensors are hashed side by side; hashing holds no GIL."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentVersion:
+    """Tensors in slabs, and the config and tokenizer files they belong to.
+
+    The slabs belong to whoever made this object; several versions may share one.
+    """
+
+    tag: VersionTag
+    layout: Layout
+    slabs: tuple[Slab, ...]  # in the order of layout.slabs
+    assets: Mapping[str, bytes]
+
+
+def content_digest(layout: Layout, assets: Mapping[str, bytes]) -> Digest:
+    """The version digest that the layout's tensor digests and the asset files amount to."""
+    return version_digest(
+        ((t.name, t.dtype, t.shape, t.digest) for t in layout.tensors),
+        {name: file_digest(data) for name, data in assets.items()},
+    )
+
+
+def resident_digest(tensor: TensorEntry, slab: Slab) -> Digest:
+    """The digest of the bytes that lie at the tensor's place now.  Blocking, without the GIL."""
+    return tensor_digest(slab.sha256_leaves(tensor.offset_bytes, tensor.nbytes, LEAF_BYTES))
+
+
+def damaged_tensors(
+    version: ResidentVersion, on_verified: Callable[[int], None] = lambda nbytes: None
+) -> tuple[str, ...]:
+    """Names of tensors whose resident bytes are not those of the layout table.
+
+    Hashes every distinct place once; `on_verified` gets the bytes of each, on a worker's thread.
+    Blocking: about 1 s per 2.5 GB and thread on the host.
+    """
+    places: dict[tuple[int, int, int], list[TensorEntry]] = {}
+    for tensor in version.layout.tensors:
+        places.setdefault((tensor.slab, tensor.offset_bytes, tensor.nbytes), []).append(tensor)
+
+    def check(tensors: list[TensorEntry]) -> list[str]:
+        found = resident_digest(tensors[0], version.slabs[tensors[0].slab])
+        on_verified(tensors[0].nbytes)
+        return [tensor.name for tensor in tensors if tensor.digest != found]
+
+    with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hash") as workers:
+        return tuple(sorted(name for names in workers.map(check, places.values()) for name in names))
+
+
+def check_identity(version: ResidentVersion, *, hash_bytes: bool) -> None:
+    """Raise DigestMismatch unless the version is what its tag says.
+
+    The tables are always checked against the tag; with `hash_bytes` every resident byte is hashed
+    against the tables too, so that the tag then speaks for the bytes themselves.
+    """
+    found = content_digest(version.layout, version.assets)
+    if found != version.tag.digest:
+        raise DigestMismatch(
+            f"tables amount to {found}, expected {version.tag.digest}", file=str(version.tag.ref)
+        )
+    if hash_bytes:
+        damaged = damaged_tensors(version)
+        if damaged:
+            raise DigestMismatch(
+                f"resident bytes of {len(damaged)} tensors are not those that were verified",
+                file=str(version.tag.ref),
+                tensor=damaged[0],
+            )
