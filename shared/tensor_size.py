@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from shared.memory.dtypes import DTYPE_BITS
 
+_SHOWN_CHARS = 40
+
 MAX_RANK = 64
 """torch's own limit."""
 
@@ -14,8 +16,6 @@ MAX_TENSOR_BYTES = 1 << 48
 
 MAX_NAME_CHARS = 1024
 """Longest tensor name that a header, a seal or a layout table may carry."""
-
-_SHOWN_CHARS = 40
 
 MAX_TENSORS = 500_000
 """Most tensors that a header, a seal or a layout table may list."""

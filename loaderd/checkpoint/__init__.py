@@ -1,0 +1,1 @@
+"""Checkpoint folders: found below a model root, parsed strictly, read and never mapped."""

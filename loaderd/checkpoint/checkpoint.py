@@ -1,0 +1,201 @@
+"""An open checkpoint: its tensors by place in the files, and its config and tokenizer files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+from loaderd.checkpoint.folder import Folder
+from loaderd.checkpoint.header import PREFIX_BYTES, TensorSource, header_length, parse_header
+from loaderd.checkpoint.index import INDEX_LIMIT_BYTES, parse_index, select_tensors
+from loaderd.checkpoint.names import (
+    ASSET_FILES,
+    CONFIG_FILE,
+    INDEX_FILE,
+    SEAL_FILE,
+    SINGLE_FILE,
+    is_partial,
+    is_weight_like,
+    shown,
+)
+from loaderd.checkpoint.source_file import SourceFile
+from loaderd.checkpoint.strict_json import parse_object
+from shared.errors import CheckpointError, UnknownVersion
+
+ASSET_LIMIT_BYTES = 64 << 20
+"""Cap of all config and tokenizer files together."""
+
+SEAL_LIMIT_BYTES = 512 << 20
+
+
+class Checkpoint:
+    """A checkpoint whose headers were checked.  Owns the fds of its folder and weight files.
+
+    `tensors` are sorted by name.  `assets` are the very bytes to digest and to ship.  `ignored` says
+    in words what the folder holds beside them.
+    """
+
+    def __init__(self, take_folder: Folder) -> None:
+        """Read and check all headers and assets; consumes the folder, on every path.  Blocking.
+
+        Raises CheckpointError that names file, tensor and byte.
+        """
+        with ExitStack() as undo:
+            self._folder = undo.enter_context(take_folder)
+            self._sources: dict[str, SourceFile] = {}
+            self._names = take_folder.names()
+            self.name = take_folder.name
+            self.seal_bytes = self._read_optional(SEAL_FILE, SEAL_LIMIT_BYTES)
+            if self.seal_bytes is None:
+                self._refuse_partial()
+            self.index_bytes = self._read_optional(INDEX_FILE, INDEX_LIMIT_BYTES)
+            selected, ignored = self._read_headers(undo)
+            if not selected:
+                raise CheckpointError("holds no tensor", file=self.files[0])
+            self.tensors: tuple[TensorSource, ...] = tuple(sorted(selected, key=lambda tensor: tensor.name))
+            self.ignored: tuple[str, ...] = (*ignored, *self._unused_files())
+            self.assets: Mapping[str, bytes] = MappingProxyType(self._read_assets())
+            self.config: Mapping[str, object] = MappingProxyType(
+                parse_object(self.assets[CONFIG_FILE], file=CONFIG_FILE)
+            )
+            self._undo = undo.pop_all()
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the weight files, sorted."""
+        return tuple(sorted(self._sources))
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the folder holds a seal; what it says is another question."""
+        return self.seal_bytes is not None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def root(self) -> Path:
+        """The model root the folder lies below."""
+        return self._folder.root
+
+    def borrow_fd(self, file: str) -> int:
+        """The fd of a weight file, open for reading; it stays owned by the checkpoint."""
+        return self._sources[file].borrow_fd()
+
+    def borrow_folder_fd(self) -> int:
+        """The folder's fd (O_PATH); it stays owned by the checkpoint."""
+        return self._folder.borrow_fd()
+
+    def file_bytes(self, file: str) -> int:
+        """Size of a weight file when it was opened."""
+        return self._sources[file].nbytes
+
+    def verify_unchanged(self) -> None:
+        """Raise CheckpointError if a weight file was written, resized or replaced since it was opened.
+
+        Call it after the last read: bytes read before it are those of one unchanging file.  In an
+        unsealed folder a weight file that appeared or went away is a change as well, since nothing
+        else says that the upload had ended.
+        """
+        for source in self._sources.values():
+            source.verify_unchanged(self._folder)
+        if not self.is_sealed:
+            now = self._folder.names()
+            changed = sorted(
+                name
+                for name in self._names ^ now
+                if name in ASSET_FILES or is_weight_like(name) or is_partial(name)
+            )
+            if changed:
+                raise CheckpointError(
+                    "appeared or went away while the unsealed folder was read", file=shown(changed[0])
+                )
+
+    def close(self) -> None:
+        """Close all fds; closing again does nothing."""
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refuse_partial(self) -> None:
+        partial = sorted(name for name in self._names if is_partial(name))
+        if partial:
+            raise CheckpointError(
+                "looks like an unfinished upload, and the folder has no seal", file=partial[0]
+            )
+
+    def _unused_files(self) -> list[str]:
+        used = {*self._sources, INDEX_FILE, SEAL_FILE}
+        others = sorted(name for name in self._names - used if is_weight_like(name))
+        return [f"{shown(name)}: not part of the checkpoint" for name in others]
+
+    def _read_headers(self, undo: ExitStack) -> tuple[Sequence[TensorSource], Sequence[str]]:
+        """Open the weight files and parse their headers; the index decides which, if there is one."""
+        if self.index_bytes is not None:
+            weight_map = parse_index(self.index_bytes)
+            shards = {file: self._read_header(undo, file) for file in sorted(set(weight_map.values()))}
+            return select_tensors(weight_map, shards)
+        if SINGLE_FILE in self._names:
+            return self._read_header(undo, SINGLE_FILE), ()
+        if any(is_weight_like(name) and not name.endswith(".py") for name in self._names):
+            raise CheckpointError(
+                f"neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors checkpoints are read, "
+                "pickled or other weights never",
+                file=self.name,
+            )
+        raise CheckpointError(f"neither {SINGLE_FILE} nor {INDEX_FILE}", file=self.name)
+
+    def _read_header(self, undo: ExitStack, file: str) -> tuple[TensorSource, ...]:
+        if file not in self._names:
+            raise CheckpointError("is named by the index and does not exist", file=file)
+        source = undo.enter_context(SourceFile.open(self._folder, file))
+        self._sources[file] = source
+        length = header_length(source.read(0, PREFIX_BYTES), file=file, file_bytes=source.nbytes)
+        return parse_header(source.read(PREFIX_BYTES, length), file=file, file_bytes=source.nbytes)
+
+    def _read_assets(self) -> dict[str, bytes]:
+        assets: dict[str, bytes] = {}
+        left = ASSET_LIMIT_BYTES
+        for name in sorted(ASSET_FILES & self._names):
+            with SourceFile.open(self._folder, name) as source:
+                assets[name] = source.read_all(left)
+            left -= len(assets[name])
+        if CONFIG_FILE not in assets:
+            raise CheckpointError("is missing", file=CONFIG_FILE)
+        return assets
+
+    def _read_optional(self, name: str, limit_bytes: int) -> bytes | None:
+        if name not in self._names:
+            return None
+        with SourceFile.open(self._folder, name) as source:
+            return source.read_all(limit_bytes)
+
+
+def open_checkpoint(roots: Sequence[Path], name: str) -> Checkpoint:
+    """Open the checkpoint folder `name` in the first of the model roots that has it.  Blocking.
+
+    Raises UnknownVersion if none has, CheckpointError if the folder is malformed or leads out.
+    """
+    for root in roots:
+        if os.path.lexists(root / name):
+            return Checkpoint(Folder.open(root, name))
+    raise UnknownVersion(
+        f"no folder {name!r} below {', '.join(str(root) for root in roots) or 'any model root'}", name=name
+    )
+
+
+def open_directory(directory: Path) -> Checkpoint:
+    """Open the checkpoint in any directory, with the caller's own rights; for command-line tools."""
+    return Checkpoint(Folder.open(Path("/"), os.path.realpath(directory).lstrip("/")))

@@ -1,0 +1,115 @@
+"""One file of a checkpoint, read with pread and never mapped, and what shows that it changed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from loaderd.checkpoint.folder import Folder
+from shared.errors import CheckpointError, DriverError, InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What stat says about a file's content; equal before and after means nobody wrote to it."""
+
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> Self:
+        """The identity now."""
+        info = os.fstat(fd)
+        return cls(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+class SourceFile:
+    """A regular file open for reading.  Owns its fd."""
+
+    def __init__(self, name: str, take_fd: int) -> None:
+        self.name = name
+        self._fd = take_fd
+        self._identity = FileIdentity.of(take_fd)
+
+    @classmethod
+    def open(cls, folder: Folder, name: str) -> Self:
+        """Open a file of a folder; raises CheckpointError as `Folder.open_file` does."""
+        return cls(name, folder.open_file(name))
+
+    @property
+    def nbytes(self) -> int:
+        """Size when the file was opened."""
+        return self._identity.nbytes
+
+    def borrow_fd(self) -> int:
+        """The fd; it stays owned by this object."""
+        if self._fd < 0:
+            raise InvariantError(f"file {self.name!r} is closed")
+        return self._fd
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` at `offset`, or fewer at the end of the file.  Raises DriverError.  Blocking."""
+        parts: list[bytes] = []
+        while nbytes > 0:
+            try:
+                part = os.pread(self.borrow_fd(), nbytes, offset)
+            except OSError as error:
+                raise DriverError(
+                    "pread", error.errno or 0, f"{self.name} at {offset}: {error.strerror}"
+                ) from error
+            if not part:
+                break
+            parts.append(part)
+            offset += len(part)
+            nbytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_all(self, limit_bytes: int) -> bytes:
+        """The whole file; raises CheckpointError if it exceeds the limit or changes meanwhile.  Blocking."""
+        if self.nbytes > limit_bytes:
+            raise CheckpointError(f"has {self.nbytes} bytes, {limit_bytes} are allowed", file=self.name)
+        data = self.read(0, self.nbytes)
+        if len(data) != self.nbytes or FileIdentity.of(self.borrow_fd()) != self._identity:
+            raise CheckpointError("changed while it was read", file=self.name, byte=len(data))
+        return data
+
+    def verify_unchanged(self, folder: Folder) -> None:
+        """Raise CheckpointError if the file was written or resized, or if its name in `folder` now
+        means another file."""
+        now = FileIdentity.of(self.borrow_fd())
+        if now != self._identity:
+            raise CheckpointError(
+                f"changed while it was read: {_difference(self._identity, now)}", file=self.name
+            )
+        with SourceFile.open(folder, self.name) as named:
+            if named._identity != self._identity:
+                raise CheckpointError(
+                    f"was replaced while it was read: {_difference(self._identity, named._identity)}",
+                    file=self.name,
+                )
+
+    def close(self) -> None:
+        """Close the fd; closing again does nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _difference(before: FileIdentity, after: FileIdentity) -> str:
+    for field in ("nbytes", "inode", "device", "mtime_ns", "ctime_ns"):
+        if getattr(before, field) != getattr(after, field):
+            return f"{field} was {getattr(before, field)}, is {getattr(after, field)}"
+    return "nothing"
