@@ -1,0 +1,145 @@
+"""Prepare and release: from received fds to a warm slot, and back to an empty one."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from inferd.engine.protocol import Engine
+from inferd.slot_states import SlotEvent, SlotState
+from inferd.slots import Slot, Slots
+from shared.errors import InvalidRequest, ProtocolError
+from shared.ids import VersionTag
+from shared.memory.backend import MemoryBackend
+from shared.resident import ResidentVersion, check_identity
+from shared.transfer import IncomingVersion
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareTimes:
+    """Seconds that each part of a preparation took; all zero if the version was already there."""
+
+    map_s: float = 0.0
+    verify_s: float = 0.0
+    build_s: float = 0.0
+    warm_s: float = 0.0
+
+
+class Preparer:
+    """Fills and empties slots, one at a time, while the engine goes on serving.
+
+    A preparation is never cancelled half-way: its work runs on a thread that cannot be interrupted
+    safely, so a caller that gave up gets a slot that is prepared or empty, never in between.
+    """
+
+    def __init__(
+        self, slots: Slots, engine: Engine, backend: MemoryBackend, *, verify_mapped: bool
+    ) -> None:
+        self._slots = slots
+        self._engine = engine
+        self._backend = backend
+        self._verify_mapped = verify_mapped
+        self._one_at_a_time = asyncio.Lock()
+
+    async def prepare(self, incoming: IncomingVersion, timeout_s: float) -> PrepareTimes:
+        """Map, check, build and warm; consumes the transfer, on every path.
+
+        Drains the slot that does not serve if none is empty.  Raises SlotBusy if that takes longer
+        than `timeout_s`, and whatever mapping, the engine's build or its warming raise; the slot is
+        empty then and what serves is untouched.
+        """
+        with incoming:
+            async with self._one_at_a_time:
+                slot = self._slots.holding(incoming.tag)
+                if slot is not None:
+                    self._check_usable(slot)
+                    return PrepareTimes()
+                slot = await self._free_slot(incoming.tag, timeout_s)
+                return await self._fill(slot, incoming)
+
+    async def release(self, tag: VersionTag, timeout_s: float) -> None:
+        """Drain and unmap a version that does not serve; does nothing if it is not here.
+
+        Raises InvalidRequest if it serves, SlotBusy if it does not drain in time.
+        """
+        async with self._one_at_a_time:
+            slot = self._slots.holding(tag)
+            if slot is None:
+                return
+            if slot.life.state is SlotState.SERVING:
+                raise InvalidRequest(f"{tag} serves; it cannot be released")
+            await self._empty(slot, timeout_s, "released by loaderd")
+
+    async def shut_down(self) -> None:
+        """Unmap everything; no request is left and no preparation runs."""
+        async with self._one_at_a_time:
+            for slot in self._slots:
+                if slot.life.state is not SlotState.EMPTY:
+                    self._slots.retract()
+                    await self._empty(slot, 0.0, "shutdown")
+
+    def _check_usable(self, slot: Slot) -> None:
+        if slot.life.state not in (SlotState.PREPARED, SlotState.RETAINED, SlotState.SERVING):
+            raise InvalidRequest(f"slot {slot.index} holds {slot.tag} and is {slot.life.state}")
+
+    async def _free_slot(self, tag: VersionTag, timeout_s: float) -> Slot:
+        empty = self._slots.empty()
+        if empty is not None:
+            return empty
+        slot = self._slots.replaceable()
+        if slot is None:
+            raise ProtocolError("both slots are in use")  # one serves, the other is never left between
+        await self._empty(slot, timeout_s, f"{tag} needs the slot")
+        return slot
+
+    async def _empty(self, slot: Slot, timeout_s: float, cause: str) -> None:
+        tag = slot.tag
+        await self._slots.drain(slot, timeout_s, cause)
+        await asyncio.to_thread(self._engine.retire, slot.index)
+        self._slots.vacate(slot, cause)
+        log.info("slot.emptied", slot=slot.index, tag=str(tag), cause=cause)
+
+    async def _fill(self, slot: Slot, incoming: IncomingVersion) -> PrepareTimes:
+        self._slots.advance(slot, SlotEvent.MAP, str(incoming.tag))
+        is_built = False
+        try:
+            started = time.perf_counter()
+            version = await asyncio.to_thread(incoming.map, self._backend)
+            self._slots.fill(slot, version)
+            mapped = time.perf_counter()
+            await asyncio.to_thread(check_identity, version, hash_bytes=self._verify_mapped)
+            verified = time.perf_counter()
+            self._slots.advance(slot, SlotEvent.MAPPED, "mapped and checked")
+            is_built = True
+            await asyncio.to_thread(self._build, slot.index, version)
+            built = time.perf_counter()
+            report = await asyncio.to_thread(self._engine.warm, slot.index)
+            warmed = time.perf_counter()
+        except BaseException as error:
+            self._slots.advance(slot, SlotEvent.FAIL, f"{type(error).__name__}: {error}")
+            if is_built:
+                self._engine.retire(slot.index)
+            self._slots.vacate(slot, "preparation failed")
+            raise
+        self._slots.mark_prepared(slot)
+        log.info("slot.prepared", slot=slot.index, tag=str(version.tag), prompts=report.prompts)
+        return PrepareTimes(mapped - started, verified - mapped, built - verified, warmed - built)
+
+    def _build(self, index: int, version: ResidentVersion) -> None:
+        tensors = {
+            entry.name: version.slabs[entry.slab].tensor(entry.offset_bytes, entry.dtype, entry.shape)
+            for entry in version.layout.tensors
+        }
+        # The engine reads config and tokenizer from files; they are the bytes that were verified,
+        # and nothing reads them after the build.
+        with tempfile.TemporaryDirectory(prefix="changeover-assets-") as folder:
+            for name, data in version.assets.items():
+                (Path(folder) / name).write_bytes(data)
+            self._engine.build(index, version.tag, tensors, Path(folder))

@@ -1,0 +1,245 @@
+"""The double buffer: two slots, which of them serves, who holds a reference, and the flip.
+
+All methods run on the event loop's thread, except `acquire`, `release` and the read-only ones, which
+any thread may call: they rest on the native version slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from inferd.api.admission import NotReady, Ticket
+from inferd.engine.protocol import SLOTS
+from inferd.slot_states import SlotEvent, SlotLife, SlotState
+from shared._native import VersionSlot
+from shared.control import SlotReport
+from shared.errors import InvalidRequest, SlotBusy, StaleEpoch
+from shared.ids import Epoch, VersionTag
+from shared.messages import Tag
+from shared.resident import ResidentVersion
+
+SESSIONS_KEPT = 10_000
+"""Conversations remembered; the least recently used is forgotten and starts on the serving version."""
+
+ADMITTING = frozenset({SlotState.SERVING, SlotState.RETAINED})
+
+
+@dataclass(slots=True)
+class Slot:
+    """One half of the double buffer."""
+
+    index: int
+    life: SlotLife
+    since_s: float  # monotonic
+    version: ResidentVersion | None = None
+
+    @property
+    def tag(self) -> VersionTag | None:
+        """The version in the slot, if it has been mapped."""
+        return self.version.tag if self.version is not None else None
+
+
+class Slots:
+    """Two slots and the rules between them; the `Admission` of the API."""
+
+    def __init__(self, model: str, on_change: Callable[[], None]) -> None:
+        """`on_change` is called after each change of a slot's state, on the loop's thread."""
+        self.model = model
+        self.epoch = Epoch(0)
+        self._on_change = on_change
+        self._references = VersionSlot()
+        self._slots = tuple(Slot(index, SlotLife(), time.monotonic()) for index in range(SLOTS))
+        self._sessions: OrderedDict[str, VersionTag] = OrderedDict()
+        self._is_admitting = True
+        self._released = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    # --- admission -------------------------------------------------------------------------------
+
+    def acquire(self, session_id: str | None) -> Ticket:
+        """A ticket for the version a new request runs on; see `Admission`."""
+        if not self._is_admitting:
+            raise NotReady("this replica is shutting down")
+        if session_id is not None:
+            kept = self._acquire_for_session(session_id)
+            if kept is not None:
+                return kept
+        index = self._references.acquire()
+        if index is None:
+            raise NotReady(f"no version of {self.model} serves yet")
+        tag = self._tag_of_referenced(index)
+        if session_id is not None:
+            self._sessions[session_id] = tag
+            self._sessions.move_to_end(session_id)
+            while len(self._sessions) > SESSIONS_KEPT:
+                self._sessions.popitem(last=False)
+        return Ticket(index, tag)
+
+    def _acquire_for_session(self, session_id: str) -> Ticket | None:
+        wanted = self._sessions.get(session_id)
+        if wanted is None:
+            return None
+        for slot in self._slots:
+            if slot.tag != wanted or slot.life.state is not SlotState.RETAINED:
+                continue
+            # Refused once the slot is being drained; the session then moves on.
+            if self._references.try_acquire(slot.index):
+                self._sessions.move_to_end(session_id)
+                return Ticket(slot.index, wanted)
+        return None
+
+    def _tag_of_referenced(self, index: int) -> VersionTag:
+        # The reference just taken keeps the slot from being refilled, so its tag cannot change.
+        tag = self._slots[index].tag
+        if tag is None:
+            self._references.release(index)
+            raise NotReady(f"no version of {self.model} serves yet")
+        return tag
+
+    def release(self, ticket: Ticket) -> None:
+        """Give a ticket back; wakes whoever drains the slot."""
+        self._references.release(ticket.slot)
+        if self._slots[ticket.slot].life.state is SlotState.DRAINING:
+            self._loop.call_soon_threadsafe(self._released.set)
+
+    def serving(self) -> VersionTag | None:
+        """The version that new requests run on."""
+        current = self._references.current()
+        return None if current is None else self._slots[current].tag
+
+    def resident(self) -> tuple[VersionTag, ...]:
+        """Every version that can still answer, the serving one first."""
+        tags = [(slot.life.state is not SlotState.SERVING, slot.tag) for slot in self._slots
+                if slot.life.state in ADMITTING]
+        return tuple(tag for _, tag in sorted(tags, key=lambda pair: pair[0]) if tag is not None)
+
+    # --- slots -----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def holding(self, tag: VersionTag) -> Slot | None:
+        """The slot that holds `tag`, in whatever state."""
+        return next((slot for slot in self._slots if slot.tag == tag), None)
+
+    def empty(self) -> Slot | None:
+        """A slot that can be filled at once."""
+        return next((slot for slot in self._slots if slot.life.state is SlotState.EMPTY), None)
+
+    def replaceable(self) -> Slot | None:
+        """The slot that a new version takes when none is empty: the one that does not serve."""
+        order = (SlotState.PREPARED, SlotState.RETAINED)
+        candidates = [slot for slot in self._slots if slot.life.state in order]
+        return min(candidates, key=lambda slot: order.index(slot.life.state), default=None)
+
+    def advance(self, slot: Slot, event: SlotEvent, cause: str) -> None:
+        """Move a slot along its table and report the change."""
+        slot.life = slot.life.advance(event, cause)
+        slot.since_s = time.monotonic()
+        self._on_change()
+
+    def fill(self, slot: Slot, version: ResidentVersion) -> None:
+        """Give a mapping slot its version; the slot owns the version's slabs from here."""
+        slot.version = version
+
+    def mark_prepared(self, slot: Slot) -> None:
+        """The version in the slot may be committed from here on."""
+        self._references.open(slot.index)
+        self.advance(slot, SlotEvent.WARMED, "warm")
+
+    # --- the flip --------------------------------------------------------------------------------
+
+    def commit(self, tag: VersionTag, epoch: Epoch) -> None:
+        """Admit new requests to `tag` from now on: one atomic exchange.
+
+        Raises StaleEpoch unless `epoch` is newer than the last, InvalidRequest if `tag` is not
+        prepared.  Allocates nothing that grows, touches no file and waits for nobody.
+        """
+        if epoch <= self.epoch:
+            raise StaleEpoch(
+                f"commit of epoch {epoch} after epoch {self.epoch}", epoch=epoch, newest=self.epoch
+            )
+        slot = self.holding(tag)
+        if slot is None or slot.life.state not in (
+            SlotState.PREPARED,
+            SlotState.RETAINED,
+            SlotState.SERVING,
+        ):
+            raise InvalidRequest(f"{tag} is not prepared here")
+        if slot.life.state is not SlotState.SERVING:
+            self._references.publish(slot.index)
+            before = next((s for s in self._slots if s.life.state is SlotState.SERVING), None)
+            slot.life = slot.life.advance(SlotEvent.COMMIT, f"epoch {epoch}")
+            slot.since_s = time.monotonic()
+            if before is not None:
+                before.life = before.life.advance(SlotEvent.RETAIN, f"epoch {epoch}")
+                before.since_s = slot.since_s
+        self.epoch = epoch
+        self._on_change()
+
+    # --- draining --------------------------------------------------------------------------------
+
+    async def drain(self, slot: Slot, timeout_s: float, cause: str) -> ResidentVersion:
+        """Wait until nobody holds a reference on a slot that does not serve; return its version.
+
+        Raises SlotBusy after `timeout_s`, naming how many hold it and for how long; the slot then is
+        what it was, or retained if it was only prepared.
+        """
+        self._references.close(slot.index)
+        self.advance(slot, SlotEvent.DRAIN, cause)
+        started = slot.since_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._references.is_drained(slot.index):
+                    self._released.clear()
+                    if not self._references.is_drained(slot.index):
+                        await self._released.wait()
+        except TimeoutError as error:
+            references = self._references.references(slot.index)
+            self._references.open(slot.index)
+            self.advance(slot, SlotEvent.REOPEN, f"{references} requests did not end in time")
+            raise SlotBusy(
+                f"slot {slot.index} still holds {slot.tag}: {references} requests after "
+                f"{time.monotonic() - started:.1f} s",
+                references=references,
+                slot=slot.index,
+            ) from error
+        version = slot.version
+        if version is None:
+            raise InvalidRequest(f"slot {slot.index} holds no version")
+        return version
+
+    def vacate(self, slot: Slot, cause: str) -> None:
+        """Give up the version of a drained or failed slot: unmap it and mark the slot empty."""
+        version, slot.version = slot.version, None
+        if version is not None:
+            for slab in version.slabs:
+                slab.close()
+        self.advance(slot, SlotEvent.RELEASE, cause)
+
+    def retract(self) -> None:
+        """Let no version serve any more; the shutdown's last step before draining."""
+        self._references.retract()
+
+    def stop_admitting(self) -> None:
+        """Refuse new requests from here on; those admitted go on."""
+        self._is_admitting = False
+        self._on_change()
+
+    def reports(self) -> tuple[SlotReport, ...]:
+        """The slots as loaderd and `status` show them."""
+        now = time.monotonic()
+        return tuple(
+            SlotReport(
+                slot=slot.index,
+                state=str(slot.life.state),
+                tag=Tag.of(slot.tag) if slot.tag is not None else None,
+                references=self._references.references(slot.index),
+                age_s=now - slot.since_s,
+            )
+            for slot in self._slots
+        )
