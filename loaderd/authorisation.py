@@ -1,0 +1,73 @@
+"""Who may do what: a pure decision from peer credentials and the configured group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shared.errors import NotPermitted, ProtocolError
+
+
+class Right(StrEnum):
+    """What a verb needs."""
+
+    READ = "read"  # anyone who reaches the socket
+    CHANGE = "change"  # root, the daemon's own user, the configured group
+
+
+RIGHTS: Mapping[str, Right] = {
+    "status": Right.READ,
+    "versions": Right.READ,
+    "history": Right.READ,
+    "operation": Right.READ,
+    "diff": Right.READ,
+    "verify": Right.CHANGE,  # it reads every resident byte: work that a reader may not cause
+    "push": Right.CHANGE,
+    "rollback": Right.CHANGE,
+    "attach": Right.CHANGE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A peer's credentials; `groups` holds all of its user's groups."""
+
+    uid: int
+    gid: int
+    pid: int
+    groups: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who may change things."""
+
+    own_uid: int
+    admin_gid: int | None
+    admin_group: str = ""
+
+    def check(self, verb: str, caller: Caller) -> None:
+        """Raise NotPermitted unless the caller may use the verb."""
+        if RIGHTS[verb] is Right.READ or caller.uid in (0, self.own_uid):
+            return
+        if self.admin_gid is not None and self.admin_gid in (caller.gid, *caller.groups):
+            return
+        allowed = f"root, uid {self.own_uid}"
+        if self.admin_gid is not None:
+            allowed += f" and members of group {self.admin_group}"
+        raise NotPermitted(
+            f"uid {caller.uid} may not {verb}; {allowed} may", verb=verb, uid=caller.uid, allowed=allowed
+        )
+
+
+def parse_peer_address(address: str) -> tuple[int, int, int]:
+    """`(uid, gid, pid)` from libzmq's `Peer-Address` of an ipc peer, `localhost:UID:GID:PID`.
+
+    Raises ProtocolError for any other form: without credentials nothing is permitted.
+    """
+    parts = address.split(":")
+    if len(parts) != 4 or parts[0] != "localhost" or not all(part.isdecimal() for part in parts[1:]):
+        raise ProtocolError(f"peer address {address!r} carries no credentials")
+    uid, gid, pid = (int(part) for part in parts[1:])
+    return uid, gid, pid

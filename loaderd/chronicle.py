@@ -1,0 +1,75 @@
+"""What happened, told once: to the journal, to subscribers and to the log."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from loaderd.journal import Journal
+from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, encode
+from shared.control import Event
+from shared.errors import Fact
+from shared.ids import Generation
+
+log = structlog.get_logger(__name__)
+
+
+class Chronicle:
+    """Publishes events on the PUB socket, and journals those that must outlive this process.
+
+    Used from the event loop's thread only.
+    """
+
+    def __init__(self, journal: Journal, generation: Generation, borrow_publisher: zmq.asyncio.Socket) -> None:
+        self.journal = journal
+        self.generation = generation
+        self._publisher = borrow_publisher
+        self._sequence = 0
+
+    def record(
+        self,
+        kind: str,
+        text: str = "",
+        *,
+        model: str = "",
+        version: str = "",
+        operation: str = "",
+        **data: Fact,
+    ) -> None:
+        """Journal a fact, publish it and log it.  Raises ResourceError if the journal cannot be written."""
+        self.journal.append(kind, model=model, version=version, operation=operation, cause=text, **data)
+        log.info(kind, text=text, model=model, version=version, operation=operation, **data)
+        self.publish(kind, text, model=model, version=version, operation=operation, **data)
+
+    def publish(
+        self,
+        kind: str,
+        text: str = "",
+        *,
+        model: str = "",
+        version: str = "",
+        operation: str = "",
+        **data: Fact,
+    ) -> None:
+        """Publish something that only matters while it is new.  Never waits: subscribers that are too
+        slow lose events, and see it by the sequence number."""
+        self._sequence += 1
+        event = Event(
+            protocol=PROTOCOL_VERSION,
+            generation=self.generation,
+            sequence=self._sequence,
+            time_ns=time.time_ns(),
+            kind=kind,
+            model=model,
+            version=version,
+            operation=operation,
+            text=text,
+            data=data,
+        )
+        # The shadowed blocking socket: PUB never blocks, and an awaitable nobody awaits would warn.
+        zmq.Socket.send_multipart(
+            self._publisher._shadow_sock, [kind.encode(), encode(event, CONTROL_FRAME_BYTES)], zmq.DONTWAIT
+        )

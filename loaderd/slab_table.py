@@ -1,0 +1,82 @@
+"""Slabs by id, counted by the versions that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NewType
+
+from shared.errors import InvariantError
+from shared.ids import SlabId
+from shared.memory.backend import Slab
+
+UserId = NewType("UserId", int)
+"""One load of one version; the same folder pushed twice is two users."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    slab: Slab
+    users: set[UserId] = field(default_factory=set)
+
+
+class SlabTable:
+    """Owns every slab of this loaderd.  A slab is closed when its last user lets go.
+
+    Used from the event loop's thread only.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[SlabId, _Entry] = {}
+        self._used_bytes = 0
+        self.peak_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slabs, each counted once."""
+        return self._used_bytes
+
+    def add(self, take_slab: Slab, user: UserId) -> None:
+        """Take ownership of a slab for its first user; raises InvariantError for a known id."""
+        slab_id = take_slab.entry.slab_id
+        if slab_id in self._entries:
+            raise InvariantError(f"slab {slab_id} was added twice")
+        self._entries[slab_id] = _Entry(take_slab, {user})
+        self._used_bytes += take_slab.entry.nbytes
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+
+    def __contains__(self, slab_id: object) -> bool:
+        return slab_id in self._entries
+
+    def share(self, slab_id: SlabId, user: UserId) -> Slab:
+        """Count one more user of a resident slab and borrow it; raises InvariantError if it is gone."""
+        entry = self._entries.get(slab_id)
+        if entry is None:
+            raise InvariantError(f"slab {slab_id} is not resident")
+        entry.users.add(user)
+        return entry.slab
+
+    def release(self, user: UserId) -> int:
+        """Let go of all slabs of a user; returns the bytes that were freed with it."""
+        freed = 0
+        for slab_id in [slab_id for slab_id, entry in self._entries.items() if user in entry.users]:
+            entry = self._entries[slab_id]
+            entry.users.remove(user)
+            if not entry.users:
+                del self._entries[slab_id]
+                freed += entry.slab.entry.nbytes
+                self._used_bytes -= entry.slab.entry.nbytes
+                entry.slab.close()
+        return freed
+
+    def shared_bytes(self, slab_ids: Iterable[SlabId]) -> int:
+        """Bytes of those slabs that more than one user holds."""
+        entries = (self._entries[slab_id] for slab_id in slab_ids if slab_id in self._entries)
+        return sum(entry.slab.entry.nbytes for entry in entries if len(entry.users) > 1)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for entry in self._entries.values():
+            entry.slab.close()
+        self._entries.clear()
+        self._used_bytes = 0
