@@ -1,0 +1,1 @@
+"""loaderctl: the command line that talks to loaderd over `control.sock` and `events.sock`."""

@@ -1,0 +1,53 @@
+"""What the global options decided, for the commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loaderd.ctl.client import ControlClient
+from loaderd.ctl.terminal import Terminal
+from shared.run_dir import DEFAULT_RUN_DIR, RunDir
+
+Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0, metavar="SECONDS", help="Stop waiting after this time (exit code 4); the operation goes on."
+    ),
+]
+Wait = Annotated[bool, typer.Option("--wait/--detach", help="Wait for the end, or return at once.")]
+Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Which model, where it cannot be told.")]
+
+
+@dataclass(slots=True)
+class Session:
+    """One run of loaderctl."""
+
+    terminal: Terminal
+    run_dir: RunDir
+
+    @classmethod
+    def start(cls) -> Session:
+        """As it is before any option was read."""
+        return cls(Terminal(), RunDir(DEFAULT_RUN_DIR))
+
+    def configure(self, run_dir: Path, *, is_plain: bool) -> None:
+        """Apply the global options."""
+        self.run_dir = RunDir(run_dir.absolute())
+        if is_plain:
+            self.terminal = Terminal(is_plain=True)
+
+    def client(self) -> ControlClient:
+        """A client of this session's daemon; the caller closes it."""
+        return ControlClient(self.run_dir)
+
+
+def session_of(context: typer.Context, *, is_json: bool = False) -> Session:
+    """The session that `main` put into the command's context."""
+    session: Session = context.ensure_object(Session)
+    session.terminal.is_json = is_json
+    return session

@@ -1,0 +1,98 @@
+"""A plan and an outcome in words: the lines that every way of showing a push has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from loaderd.ctl.exit_codes import ExitCode
+from loaderd.ctl.follow import Conclusion
+from loaderd.ctl.text import duration, microseconds, rate, size
+from shared.control import OperationReport, PlanReport
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line for stdout; `text` may still hold characters that are not printable."""
+
+    text: str
+    style: str = ""
+
+
+_VERDICT_STYLE = {"hot": "bold green", "cold": "bold yellow", "refuse": "bold red"}
+_OUTCOME_STYLE = {ExitCode.DONE: "bold green", ExitCode.SUPERSEDED: "bold yellow"}
+
+
+def plan_lines(plan: PlanReport) -> Iterator[Line]:
+    """What a push would do, its warnings and, where it is refused, every reason."""
+    yield Line(f"plan for {plan.name}: {plan.verdict}", _VERDICT_STYLE[plan.verdict])
+    yield Line(
+        f"  read {size(plan.bytes_to_read)}, share {size(plan.bytes_to_share)} already resident, "
+        f"of {size(plan.bytes_total)} in {plan.tensors} tensors ({'sealed' if plan.sealed else 'not sealed'})"
+    )
+    fit = "" if plan.peak_bytes <= plan.free_bytes else ": does not fit"
+    yield Line(
+        f"  memory: peak {size(plan.peak_bytes)} of {size(plan.free_bytes)} free{fit}, "
+        f"{size(plan.bytes_to_allocate)} to stay"
+    )
+    if plan.sweep_first:
+        yield Line("  the retained version is released first; it cannot be rolled back to afterwards")
+    for warning in plan.warnings:
+        yield Line(f"  warning: {warning}", "yellow")
+    for reason in plan.reasons:
+        yield Line(f"  reason: {reason}", "red" if plan.verdict != "hot" else "")
+
+
+def version_name(report: OperationReport) -> str:
+    """Model and version as the folder is called."""
+    version = report.version
+    return version if version.startswith(report.model + "-") else f"{report.model}-{version}"
+
+
+def outcome_lines(conclusion: Conclusion) -> Iterator[Line]:
+    """How it ended: digest, epoch, times and flips, as far as they are known."""
+    report = conclusion.report
+    if report is None or report.state == "running":
+        return
+    verb = {"done": "done", "rolled_back": "rolled back"}.get(report.state, report.state)
+    style = _OUTCOME_STYLE.get(conclusion.code, "bold red")
+    serves = " serves" if report.state == "done" else ""
+    yield Line(f"{verb}: {report.kind} of {version_name(report)}{serves} ({report.operation})", style)
+    if report.digest is not None:
+        yield Line(f"  digest   {report.digest}")
+    if report.epoch is not None:
+        yield Line(f"  epoch    {report.epoch}")
+    times = [
+        ("load", report.load_s, rate(report.bytes_read, report.load_s)),
+        ("verify", report.verify_s, rate(report.bytes_verified, report.verify_s)),
+        ("prepare", report.prepare_s, ""),
+        ("commit", report.commit_s, ""),
+    ]
+    known = [f"{name} {duration(s)}" + (f" ({speed})" if speed else "") for name, s, speed in times if s]
+    if known:
+        yield Line(f"  times    {', '.join(known)}")
+    if report.inferds_total:
+        yield Line(f"  inferds  {report.inferds_committed} of {report.inferds_total} committed")
+    if report.flip_ns:
+        yield Line(f"  flips    {', '.join(microseconds(flip) for flip in report.flip_ns)}")
+    for warning in report.warnings:
+        yield Line(f"  warning: {warning}", "yellow")
+
+
+def failure(conclusion: Conclusion) -> str:
+    """The line for stderr where the outcome is not success; empty where there is nothing to add."""
+    report = conclusion.report
+    if conclusion.message:
+        return conclusion.message
+    if conclusion.code is ExitCode.DONE or report is None:
+        return ""
+    if report.error is not None:
+        return f"{report.error.message} [{report.error.code}]"
+    if conclusion.code is ExitCode.SUPERSEDED:
+        return f"a newer push of {report.model} took the place of {report.operation}"
+    return f"{report.kind} of {version_name(report)} ended as {report.state}, no cause was given"
+
+
+def reattach(operation: str) -> str:
+    """How to go on watching an operation that continues."""
+    return f"{operation} goes on. To wait for it: loaderctl wait {operation}"
