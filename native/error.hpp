@@ -1,0 +1,59 @@
+// What the native core can fail with.  The binding turns each class into its Python counterpart
+// from `shared.errors`; nothing is told apart by its text.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace changeover {
+
+// A system call failed (number is errno), or a file ended early (number is 0).
+class SystemError : public std::exception {
+ public:
+  SystemError(std::string call, int number)
+      : SystemError(std::move(call), number, std::generic_category().message(number)) {}
+
+  SystemError(std::string call, int number, std::string detail)
+      : call_(std::move(call)), number_(number), detail_(std::move(detail)) {}
+
+  const std::string& call() const noexcept { return call_; }
+  int number() const noexcept { return number_; }
+  const std::string& detail() const noexcept { return detail_; }
+  const char* what() const noexcept override { return detail_.c_str(); }
+
+ private:
+  std::string call_;
+  int number_;
+  std::string detail_;
+};
+
+// A budget has no room for what was asked.
+class BudgetExceeded : public std::exception {
+ public:
+  BudgetExceeded(std::uint64_t needed_bytes, std::uint64_t free_bytes)
+      : needed_bytes_(needed_bytes), free_bytes_(free_bytes) {}
+
+  std::uint64_t needed_bytes() const noexcept { return needed_bytes_; }
+  std::uint64_t free_bytes() const noexcept { return free_bytes_; }
+  const char* what() const noexcept override { return "over the budget for host memory"; }
+
+ private:
+  std::uint64_t needed_bytes_;
+  std::uint64_t free_bytes_;
+};
+
+// A peer sent something that is not what it should be.
+class ForeignHandle : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// This program broke a rule of the interface it called.
+class Misuse : public std::logic_error {
+  using std::logic_error::logic_error;
+};
+
+}  // namespace changeover

@@ -1,0 +1,121 @@
+"""The native core: checksums, digests, host slabs and the version slot.
+
+Errors are those of `shared.errors`: InvariantError for misuse (a range outside a slab, use after
+close, a release that was not acquired), DriverError for a failed system call.
+"""
+
+from typing import ClassVar, final
+
+from typing_extensions import Buffer
+
+def crc32(data: Buffer, value: int = 0, *, isa: str | None = None) -> int:
+    """IEEE CRC32 as zlib.  Without the GIL.  `isa` picks one of `crc32_isas()`, else ValueError."""
+
+def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
+    """CRC32 of two pieces put together, from their CRC32s and the length of the second."""
+
+def sha256(data: Buffer, *, isa: str | None = None) -> bytes:
+    """SHA-256.  Without the GIL.  `isa` picks one of `sha256_isas()`, else ValueError."""
+
+def sha256_leaves(data: Buffer, leaf_bytes: int, *, isa: str | None = None) -> bytes:
+    """SHA-256 of each leaf, 32 bytes per leaf; the last may be short, none for no data."""
+
+def crc32_isas() -> list[str]:
+    """What CRC32 can run on here, slowest first."""
+
+def sha256_isas() -> list[str]:
+    """What SHA-256 can run on here, slowest first."""
+
+@final
+class Budget:
+    """Counts the host memory that slabs take in this process; each slab once."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int:
+        """What a new slab may take; 2**64 - 1 - used without a limit."""
+
+@final
+class DlpackCapsule:
+    """A one-dimensional uint8 DLPack tensor that was not consumed yet."""
+
+@final
+class HostSlab:
+    """A sealed memfd, mapped read-only."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def is_open(self) -> bool: ...
+    def borrow_fd(self) -> int: ...
+    def crc32(self, offset_bytes: int, nbytes: int) -> int:
+        """Without the GIL."""
+
+    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
+        """Without the GIL."""
+
+    def view(self, offset_bytes: int, nbytes: int) -> DlpackCapsule:
+        """The bytes themselves; keeps the mapping alive."""
+
+    def close(self) -> None: ...
+
+@final
+class WritableHostSlab:
+    """A memfd that this process fills."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def is_open(self) -> bool:
+        """Neither sealed nor closed."""
+
+    def read_file(self, borrow_fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
+        """Read from a file into the slab; CRC32 of the bytes read.  Without the GIL."""
+
+    def seal(self) -> HostSlab: ...
+    def close(self) -> None: ...
+
+def create_host_slab(budget: Budget, slab_id: str, nbytes: int) -> WritableHostSlab:
+    """Allocate all pages of a slab.  OutOfMemory over the budget; DriverError from the kernel."""
+
+def import_host_slab(budget: Budget, slab_id: str, nbytes: int, take_fd: int) -> HostSlab:
+    """Map a received slab; ProtocolError if it is none.  Consumes the fd on every path."""
+
+@final
+class VersionSlot:
+    """The double buffer's reference counts; see native/version_slot.hpp.  Thread-safe, never waits."""
+
+    SLOTS: ClassVar[int]
+
+    def __init__(self) -> None: ...
+    def acquire(self) -> int | None:
+        """Take a reference on the current slot; None if there is none."""
+
+    def try_acquire(self, slot: int) -> bool:
+        """Take a reference on this slot, current or retained; False if it is closed."""
+
+    def release(self, slot: int) -> None:
+        """Give back one reference."""
+
+    def publish(self, slot: int) -> None:
+        """Make an open slot current; the one before it is retained."""
+
+    def retract(self) -> None:
+        """Make no slot current."""
+
+    def close(self, slot: int) -> None:
+        """Refuse new references on a retained slot."""
+
+    def open(self, slot: int) -> None:
+        """Admit references on a drained slot that was filled again (all slots start drained)."""
+
+    def is_drained(self, slot: int) -> bool:
+        """Closed, and no reference left."""
+
+    def references(self, slot: int) -> int:
+        """References that are out, for status."""
+
+    def current(self) -> int | None:
+        """The current slot, for status."""

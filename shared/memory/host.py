@@ -1,0 +1,191 @@
+"""`HostBackend`: slabs in host memory, for machines and tests without a GPU.
+
+A slab is a sealed memfd; native/host_slab.hpp lists what that guarantees.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, final
+from uuid import uuid4
+
+from shared import _native
+from shared.errors import DriverError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
+from shared.ids import HOST_DEVICE, DeviceId, SlabId
+from shared.layout import SlabEntry
+from shared.memory.host_capacity import available_bytes
+from shared.tensor_size import tensor_nbytes
+
+if TYPE_CHECKING:
+    import torch
+
+_NO_MEMORY = frozenset((errno.ENOMEM, errno.ENOSPC))
+_LARGEST_SLAB_BYTES = 2**63 - 1  # off_t
+
+
+@final
+class HostSlab:
+    """A readable slab in host memory (`backend.Slab`)."""
+
+    __slots__ = ("_entry", "_native")
+
+    def __init__(self, entry: SlabEntry, take_native: _native.HostSlab) -> None:
+        self._entry = entry
+        self._native = take_native
+
+    @property
+    def entry(self) -> SlabEntry:
+        return self._entry
+
+    def borrow_fd(self) -> int:
+        return self._native.borrow_fd()
+
+    def crc32(self, offset_bytes: int, nbytes: int) -> int:
+        _check_range(self._entry, offset_bytes, nbytes)
+        return self._native.crc32(offset_bytes, nbytes)
+
+    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
+        _check_range(self._entry, offset_bytes, nbytes)
+        if leaf_bytes <= 0:
+            raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
+        return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
+
+    def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        # Here, not above: loaderd moves weights and never looks at them, so it needs no torch.
+        from torch.utils.dlpack import from_dlpack
+
+        from shared.memory.typed_view import typed_view
+
+        try:
+            nbytes = tensor_nbytes(dtype, shape)
+        except ValueError as error:
+            raise InvalidRequest(str(error), dtype=dtype) from error
+        _check_range(self._entry, offset_bytes, nbytes)
+        return typed_view(from_dlpack(self._native.view(offset_bytes, nbytes)), dtype, shape)
+
+    def close(self) -> None:
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._native.is_open:
+            self._native.close()
+
+
+@final
+class WritableHostSlab:
+    """A slab in host memory that its creator fills (`backend.WritableSlab`)."""
+
+    __slots__ = ("_entry", "_native")
+
+    def __init__(self, entry: SlabEntry, take_native: _native.WritableHostSlab) -> None:
+        self._entry = entry
+        self._native = take_native
+
+    @property
+    def entry(self) -> SlabEntry:
+        return self._entry
+
+    def read_file(self, fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
+        _check_range(self._entry, offset_bytes, nbytes)
+        if file_offset < 0:
+            raise InvariantError(f"a file has no byte {file_offset}")
+        return self._native.read_file(fd, file_offset, offset_bytes, nbytes)
+
+    def seal(self) -> HostSlab:
+        return HostSlab(self._entry, self._native.seal())
+
+    def close(self) -> None:
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._native.is_open:
+            self._native.close()
+
+
+@final
+class HostBackend:
+    """Slabs as sealed memfds; device `host` (`backend.MemoryBackend`).
+
+    With `limit_bytes`, the slabs that this process created or imported may take that much
+    together.  Thread-safe.
+    """
+
+    __slots__ = ("_budget", "_creating")
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._budget = _native.Budget(limit_bytes)
+        self._creating = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return "host"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slabs that this process holds, through tensors too; each slab counts once."""
+        return self._budget.used_bytes
+
+    def devices(self) -> tuple[DeviceId, ...]:
+        return (HOST_DEVICE,)
+
+    def free_bytes(self, device: DeviceId) -> int:
+        if device != HOST_DEVICE:
+            raise InvariantError(f"the host backend has no device {device!r}")
+        return min(available_bytes(), self._budget.free_bytes)
+
+    def create_slab(self, device: DeviceId, nbytes: int) -> WritableHostSlab:
+        """Allocate every page now.  Blocking (about 0.1 s per GiB), without the GIL."""
+        if nbytes <= 0:
+            raise InvariantError(f"a slab cannot have {nbytes} bytes")
+        entry = SlabEntry(SlabId(uuid4().hex), device, nbytes)
+        # One at a time: what is free must still be free when the pages are taken, because the
+        # kernel answers an excess with its OOM killer far more often than with an error.
+        with self._creating:
+            free = self.free_bytes(device)
+            if nbytes > free:
+                raise OutOfMemory(what="a slab in host memory", needed_bytes=nbytes, free_bytes=free)
+            try:
+                native = _native.create_host_slab(self._budget, entry.slab_id, nbytes)
+            except DriverError as error:
+                if error.number not in _NO_MEMORY:
+                    raise
+                raise OutOfMemory(
+                    what=f"a slab in host memory ({error.call})",
+                    needed_bytes=nbytes,
+                    free_bytes=self.free_bytes(device),
+                ) from error
+        return WritableHostSlab(entry, native)
+
+    def import_slab(self, entry: SlabEntry, take_fd: int) -> HostSlab:
+        if entry.device != HOST_DEVICE or not 0 < entry.nbytes <= _LARGEST_SLAB_BYTES:
+            os.close(take_fd)
+            raise ProtocolError(f"slab {entry.slab_id} is not one of host memory: {entry}")
+        native = _native.import_host_slab(self._budget, entry.slab_id, entry.nbytes, take_fd)
+        return HostSlab(entry, native)
+
+
+def _check_range(entry: SlabEntry, offset_bytes: int, nbytes: int) -> None:
+    if offset_bytes < 0 or nbytes < 0 or offset_bytes + nbytes > entry.nbytes:
+        raise InvariantError(
+            f"bytes {offset_bytes} + {nbytes} are outside slab {entry.slab_id} of {entry.nbytes} bytes"
+        )
