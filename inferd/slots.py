@@ -200,7 +200,7 @@ class Slots:
                         await self._released.wait()
         except TimeoutError as error:
             references = self._references.references(slot.index)
-            self._references.open(slot.index)
+            self._references.reopen(slot.index)
             self.advance(slot, SlotEvent.REOPEN, f"{references} requests did not end in time")
             raise SlotBusy(
                 f"slot {slot.index} still holds {slot.tag}: {references} requests after "

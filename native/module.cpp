@@ -228,6 +228,7 @@ NB_MODULE(_native, m) {
       .def("retract", &VersionSlot::retract)
       .def("close", &VersionSlot::close, "slot"_a)
       .def("open", &VersionSlot::open, "slot"_a)
+      .def("reopen", &VersionSlot::reopen, "slot"_a)
       .def("is_drained", &VersionSlot::is_drained, "slot"_a)
       .def("references", &VersionSlot::references, "slot"_a)
       .def("current", &VersionSlot::current);

@@ -20,7 +20,8 @@
 // for 285 years.
 //
 // Life of a slot: closed → open() → publish() → [another is published] → close() → is_drained() →
-// closed, to be filled again.  publish() of a slot which is retained, not closed, is a rollback.
+// closed, to be filled again.  publish() of a slot which is retained, not closed, is a rollback;
+// reopen() gives up a drain that takes too long.
 //
 // `acquire` and `release` never wait.  Writers are meant to be one thread; several cannot corrupt
 // anything, but one may be told of a misuse that is only the other's unfinished step.  A surplus
@@ -120,6 +121,15 @@ class VersionSlot {
       // release: hands the contents to `try_acquire`.
     } while (
         !word.compare_exchange_weak(seen, seen & ~kClosed, std::memory_order_release, std::memory_order_relaxed));
+  }
+
+  // Take `close` back, contents unchanged, whoever still holds references.  Throws Misuse if open.
+  void reopen(int slot) {
+    std::atomic<std::uint64_t>& word = slot_word(slot);
+    // relaxed: the contents were handed over by `open`; this continues its release sequence.
+    if ((word.fetch_and(~kClosed, std::memory_order_relaxed) & kClosed) == 0) {
+      throw Misuse("slot " + std::to_string(slot) + " is reopened while open");
+    }
   }
 
   // Whether the slot is closed and no reference is left, so that its contents may be replaced.

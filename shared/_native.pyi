@@ -111,6 +111,9 @@ class VersionSlot:
     def open(self, slot: int) -> None:
         """Admit references on a drained slot that was filled again (all slots start drained)."""
 
+    def reopen(self, slot: int) -> None:
+        """Take `close` back; the contents are unchanged, references may be out."""
+
     def is_drained(self, slot: int) -> bool:
         """Closed, and no reference left."""
 
