@@ -22,7 +22,7 @@ from loaderd.checkpoint.names import (
     is_weight_like,
     shown,
 )
-from loaderd.checkpoint.source_file import SourceFile
+from loaderd.checkpoint.source_file import FileIdentity, SourceFile
 from loaderd.checkpoint.strict_json import parse_object
 from shared.errors import CheckpointError, UnknownVersion
 
@@ -47,11 +47,12 @@ class Checkpoint:
         with ExitStack() as undo:
             self._folder = undo.enter_context(take_folder)
             self._sources: dict[str, SourceFile] = {}
+            self._identities: dict[str, FileIdentity] = {}
             self._names = take_folder.names()
             self.name = take_folder.name
             self.seal_bytes = self._read_optional(SEAL_FILE, SEAL_LIMIT_BYTES)
-            if self.seal_bytes is None:
-                self._refuse_partial()
+            if not self.is_sealed:
+                self.refuse_unfinished()
             self.index_bytes = self._read_optional(INDEX_FILE, INDEX_LIMIT_BYTES)
             selected, ignored = self._read_headers(undo)
             if not selected:
@@ -75,6 +76,12 @@ class Checkpoint:
         return self.seal_bytes is not None
 
     @property
+    def documents(self) -> dict[str, bytes]:
+        """Every file beside the weights that a seal covers: the assets and the index."""
+        index = {} if self.index_bytes is None else {INDEX_FILE: self.index_bytes}
+        return {**self.assets, **index}
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
@@ -96,15 +103,27 @@ class Checkpoint:
         """Size of a weight file when it was opened."""
         return self._sources[file].nbytes
 
-    def verify_unchanged(self) -> None:
-        """Raise CheckpointError if a weight file was written, resized or replaced since it was opened.
+    def refuse_unfinished(self) -> None:
+        """Raise CheckpointError if the folder holds a file that a downloader has not finished.
 
-        Call it after the last read: bytes read before it are those of one unchanging file.  In an
+        Done on opening where there is no seal, which is written last and so says that all is there.
+        """
+        partial = sorted(name for name in self._names if is_partial(name))
+        if partial:
+            raise CheckpointError("looks like an unfinished upload", file=shown(partial[0]))
+
+    def verify_unchanged(self) -> None:
+        """Raise CheckpointError if a file was written, resized or replaced since it was opened.
+
+        Call it after the last read: bytes read before it are those of one unchanging folder.  In an
         unsealed folder a weight file that appeared or went away is a change as well, since nothing
         else says that the upload had ended.
         """
         for source in self._sources.values():
-            source.verify_unchanged(self._folder)
+            source.verify_unchanged()
+            source.identity.verify_name(self._folder, source.name)
+        for name, identity in self._identities.items():
+            identity.verify_name(self._folder, name)
         if not self.is_sealed:
             now = self._folder.names()
             changed = sorted(
@@ -128,13 +147,6 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _refuse_partial(self) -> None:
-        partial = sorted(name for name in self._names if is_partial(name))
-        if partial:
-            raise CheckpointError(
-                "looks like an unfinished upload, and the folder has no seal", file=partial[0]
-            )
 
     def _unused_files(self) -> list[str]:
         used = {*self._sources, INDEX_FILE, SEAL_FILE}
@@ -169,17 +181,18 @@ class Checkpoint:
         assets: dict[str, bytes] = {}
         left = ASSET_LIMIT_BYTES
         for name in sorted(ASSET_FILES & self._names):
-            with SourceFile.open(self._folder, name) as source:
-                assets[name] = source.read_all(left)
+            assets[name] = self._read_document(name, left)
             left -= len(assets[name])
         if CONFIG_FILE not in assets:
             raise CheckpointError("is missing", file=CONFIG_FILE)
         return assets
 
     def _read_optional(self, name: str, limit_bytes: int) -> bytes | None:
-        if name not in self._names:
-            return None
+        return self._read_document(name, limit_bytes) if name in self._names else None
+
+    def _read_document(self, name: str, limit_bytes: int) -> bytes:
         with SourceFile.open(self._folder, name) as source:
+            self._identities[name] = source.identity
             return source.read_all(limit_bytes)
 
 

@@ -27,6 +27,24 @@ class FileIdentity:
         info = os.fstat(fd)
         return cls(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
+    def difference(self, other: Self) -> str:
+        """The first field that differs, in words."""
+        for field in ("nbytes", "inode", "device", "mtime_ns", "ctime_ns"):
+            before, after = getattr(self, field), getattr(other, field)
+            if before != after:
+                return f"{field} was {before}, is {after}"
+        return "nothing differs"
+
+    def verify_name(self, folder: Folder, name: str) -> None:
+        """Raise CheckpointError if `name` in `folder` now means a file with another identity."""
+        fd = folder.open_file(name)
+        try:
+            now = FileIdentity.of(fd)
+        finally:
+            os.close(fd)
+        if now != self:
+            raise CheckpointError(f"was replaced while it was read: {self.difference(now)}", file=name)
+
 
 class SourceFile:
     """A regular file open for reading.  Owns its fd."""
@@ -34,7 +52,7 @@ class SourceFile:
     def __init__(self, name: str, take_fd: int) -> None:
         self.name = name
         self._fd = take_fd
-        self._identity = FileIdentity.of(take_fd)
+        self.identity = FileIdentity.of(take_fd)
 
     @classmethod
     def open(cls, folder: Folder, name: str) -> Self:
@@ -44,7 +62,7 @@ class SourceFile:
     @property
     def nbytes(self) -> int:
         """Size when the file was opened."""
-        return self._identity.nbytes
+        return self.identity.nbytes
 
     def borrow_fd(self) -> int:
         """The fd; it stays owned by this object."""
@@ -74,24 +92,17 @@ class SourceFile:
         if self.nbytes > limit_bytes:
             raise CheckpointError(f"has {self.nbytes} bytes, {limit_bytes} are allowed", file=self.name)
         data = self.read(0, self.nbytes)
-        if len(data) != self.nbytes or FileIdentity.of(self.borrow_fd()) != self._identity:
+        if len(data) != self.nbytes or FileIdentity.of(self.borrow_fd()) != self.identity:
             raise CheckpointError("changed while it was read", file=self.name, byte=len(data))
         return data
 
-    def verify_unchanged(self, folder: Folder) -> None:
-        """Raise CheckpointError if the file was written or resized, or if its name in `folder` now
-        means another file."""
+    def verify_unchanged(self) -> None:
+        """Raise CheckpointError if the file was written or resized since it was opened."""
         now = FileIdentity.of(self.borrow_fd())
-        if now != self._identity:
+        if now != self.identity:
             raise CheckpointError(
-                f"changed while it was read: {_difference(self._identity, now)}", file=self.name
+                f"changed while it was read: {self.identity.difference(now)}", file=self.name
             )
-        with SourceFile.open(folder, self.name) as named:
-            if named._identity != self._identity:
-                raise CheckpointError(
-                    f"was replaced while it was read: {_difference(self._identity, named._identity)}",
-                    file=self.name,
-                )
 
     def close(self) -> None:
         """Close the fd; closing again does nothing."""
@@ -106,10 +117,3 @@ class SourceFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _difference(before: FileIdentity, after: FileIdentity) -> str:
-    for field in ("nbytes", "inode", "device", "mtime_ns", "ctime_ns"):
-        if getattr(before, field) != getattr(after, field):
-            return f"{field} was {getattr(before, field)}, is {getattr(after, field)}"
-    return "nothing"

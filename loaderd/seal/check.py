@@ -1,0 +1,107 @@
+"""A checkpoint held against its seal: before loading by listing and sizes, after it by content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
+from loaderd.checkpoint.header import TensorSource
+from loaderd.checkpoint.names import SEAL_FILE
+from loaderd.seal.document import Seal, SealedTensor, read_seal
+from loaderd.seal.scan import Progress, scan_checkpoint
+from shared.digest import LEAF_BYTES, SHA256_BYTES, file_digest, leaf_count
+from shared.errors import CheckpointError, DigestMismatch, InvariantError
+
+
+def check_against(checkpoint: Checkpoint, seal: Seal) -> None:
+    """Raise unless files, sizes, tensor table, config and tokenizer files are those of the seal.
+
+    Weight bytes are not read.  CheckpointError names what is missing, added or of another size,
+    shape or dtype; DigestMismatch names a config, tokenizer or index file with other content.
+    """
+    sizes = {file: checkpoint.file_bytes(file) for file in checkpoint.files}
+    sizes.update({name: len(data) for name, data in checkpoint.documents.items()})
+    for name in sorted(seal.files.keys() - sizes.keys()):
+        raise CheckpointError("is in the seal and not in the folder", file=name)
+    for name in sorted(sizes.keys() - seal.files.keys()):
+        raise CheckpointError("is in the folder and not in the seal", file=name)
+    for name in sorted(sizes):
+        if sizes[name] != seal.files[name].nbytes:
+            raise CheckpointError(
+                f"has {sizes[name]} bytes, the seal says {seal.files[name].nbytes}", file=name
+            )
+    for name, data in checkpoint.documents.items():
+        digest = file_digest(data)
+        if digest != seal.files[name].sha256:
+            raise DigestMismatch(f"is {digest}, the seal says {seal.files[name].sha256}", file=name)
+    _check_table(checkpoint, seal)
+
+
+def check_tensor(source: TensorSource, sealed: SealedTensor, *, leaves: bytes, crc32: int) -> None:
+    """Raise DigestMismatch, at the first differing leaf's byte in the file, unless the bytes that
+    `leaves` and `crc32` were computed over are those of the seal."""
+    if len(leaves) != len(sealed.leaves):
+        raise InvariantError(f"tensor {source.name!r} is compared with a seal for another size")
+    if leaves != sealed.leaves:
+        leaf = next(
+            index
+            for index in range(leaf_count(source.nbytes))
+            if leaves[index * SHA256_BYTES :][:SHA256_BYTES]
+            != sealed.leaves[index * SHA256_BYTES :][:SHA256_BYTES]
+        )
+        found = leaves[leaf * SHA256_BYTES :][:SHA256_BYTES].hex()
+        expected = sealed.leaves[leaf * SHA256_BYTES :][:SHA256_BYTES].hex()
+        raise DigestMismatch(
+            f"leaf {leaf} is {found}, the seal says {expected}",
+            file=source.file,
+            tensor=source.name,
+            byte=source.file_offset + leaf * LEAF_BYTES,
+        )
+    if crc32 != sealed.crc32:
+        raise DigestMismatch(
+            f"CRC32 is {crc32:08x}, the seal says {sealed.crc32:08x}, while all leaves agree: a wrong seal",
+            file=source.file,
+            tensor=source.name,
+            byte=source.file_offset,
+        )
+
+
+def verify_directory(directory: Path, *, jobs: int = 1, progress: Progress | None = None) -> Seal:
+    """Read everything in `directory` and hold it against its seal; return the seal.
+
+    Blocking.  Raises CheckpointError if there is no seal or the folder is malformed or changes
+    meanwhile, DigestMismatch at the first byte range that differs.
+    """
+    with open_directory(directory) as checkpoint:
+        if checkpoint.seal_bytes is None:
+            raise CheckpointError("does not exist: the folder is not sealed", file=SEAL_FILE)
+        seal = read_seal(checkpoint.seal_bytes)
+        check_against(checkpoint, seal)
+        scans = scan_checkpoint(checkpoint, jobs=jobs, progress=progress)
+        checkpoint.verify_unchanged()
+    for source in checkpoint.tensors:
+        scan = scans[source.file].tensors[source.name]
+        check_tensor(source, seal.tensors[source.name], leaves=scan.leaves, crc32=scan.crc32)
+    for file, result in scans.items():
+        if result.sha256 != seal.files[file].sha256:
+            # No tensor differs: the header does, or a tensor that the index leaves out.
+            raise DigestMismatch(f"is {result.sha256}, the seal says {seal.files[file].sha256}", file=file)
+    return seal
+
+
+def _check_table(checkpoint: Checkpoint, seal: Seal) -> None:
+    found = {tensor.name: tensor for tensor in checkpoint.tensors}
+    for name in sorted(seal.tensors.keys() - found.keys()):
+        raise CheckpointError("is in the seal and not in the file", file=seal.tensors[name].file, tensor=name)
+    for name, tensor in found.items():
+        sealed = seal.tensors.get(name)
+        if sealed is None:
+            raise CheckpointError("is in the file and not in the seal", file=tensor.file, tensor=name)
+        if (tensor.file, tensor.dtype, tensor.shape) != (sealed.file, sealed.dtype, sealed.shape):
+            raise CheckpointError(
+                f"is {tensor.dtype} {list(tensor.shape)}, the seal says {sealed.dtype} {list(sealed.shape)} "
+                f"in {sealed.file}",
+                file=tensor.file,
+                tensor=name,
+                byte=tensor.file_offset,
+            )

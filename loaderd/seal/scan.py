@@ -1,0 +1,162 @@
+"""One pass over a weight file: its flat SHA-256, and CRC32 and leaves of every tensor."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+
+from loaderd.checkpoint.checkpoint import Checkpoint
+from loaderd.checkpoint.header import TensorSource
+from shared._native import crc32, sha256_leaves
+from shared.digest import LEAF_BYTES, digest_of
+from shared.errors import CheckpointError, DriverError
+from shared.ids import Digest
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all, from any thread, one call at a time."""
+
+_CHUNK_BYTES = 16 * LEAF_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TensorScan:
+    """What a tensor's bytes hash to."""
+
+    crc32: int
+    leaves: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileScan:
+    """What a weight file's bytes hash to."""
+
+    sha256: Digest
+    tensors: Mapping[str, TensorScan]
+
+
+def scan_checkpoint(
+    checkpoint: Checkpoint, *, jobs: int = 1, progress: Progress | None = None
+) -> dict[str, FileScan]:
+    """Read every weight file once, `jobs` at a time, each through one buffer of 4 MiB.
+
+    Blocking.  Raises CheckpointError if a file ends early, DriverError on a read error; the first
+    error stops the other files.
+    """
+    by_file: dict[str, list[TensorSource]] = {file: [] for file in checkpoint.files}
+    for tensor in checkpoint.tensors:
+        by_file[tensor.file].append(tensor)
+    meter = _Meter(sum(checkpoint.file_bytes(file) for file in checkpoint.files), progress)
+
+    def scan(file: str) -> FileScan:
+        try:
+            return _FileReader(checkpoint, file, meter).scan(by_file[file])
+        except BaseException:
+            meter.stop()
+            raise
+
+    with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="scan") as pool:
+        futures = {file: pool.submit(scan, file) for file in checkpoint.files}
+        scans: dict[str, FileScan] = {}
+        stopped: _StoppedError | None = None
+        for file, future in futures.items():
+            try:
+                scans[file] = future.result()
+            except _StoppedError as error:
+                stopped = error
+    if stopped is not None:
+        raise stopped
+    return scans
+
+
+class _StoppedError(Exception):
+    """Another file of the same scan failed."""
+
+
+class _Meter:
+    """Counts bytes over all threads, and passes the word to stop."""
+
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self._total = total_bytes
+        self._done = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._is_stopped = False
+
+    def add(self, nbytes: int) -> None:
+        if self._is_stopped:
+            raise _StoppedError
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+
+class _FileReader:
+    """Reads one file front to back."""
+
+    def __init__(self, checkpoint: Checkpoint, file: str, meter: _Meter) -> None:
+        self._file = file
+        self._fd = checkpoint.borrow_fd(file)
+        self._nbytes = checkpoint.file_bytes(file)
+        self._meter = meter
+        self._buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(self._nbytes, 1))))
+        self._offset = 0
+        self._flat = sha256()
+
+    def scan(self, tensors: list[TensorSource]) -> FileScan:
+        with suppress(OSError):  # advice only
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        scans: dict[str, TensorScan] = {}
+        for tensor in sorted(tensors, key=lambda entry: (entry.file_offset, entry.nbytes)):
+            self._skip_to(tensor.file_offset)
+            scans[tensor.name] = self._tensor(tensor)
+        self._skip_to(self._nbytes)
+        return FileScan(digest_of(self._flat.digest()), scans)
+
+    def _tensor(self, tensor: TensorSource) -> TensorScan:
+        checksum = 0
+        leaves = bytearray()
+        left = tensor.nbytes
+        while left:
+            # Chunks start where the tensor does, so that they are whole leaves.
+            chunk = self._read(min(left, _CHUNK_BYTES))
+            checksum = crc32(chunk, checksum)
+            leaves += sha256_leaves(chunk, LEAF_BYTES)
+            left -= len(chunk)
+        return TensorScan(checksum, bytes(leaves))
+
+    def _skip_to(self, offset: int) -> None:
+        """Hash what belongs to no tensor: the header, and tensors that the index leaves out."""
+        while self._offset < offset:
+            self._read(min(offset - self._offset, _CHUNK_BYTES))
+
+    def _read(self, nbytes: int) -> memoryview:
+        """The next `nbytes`, valid until the next call."""
+        done = 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self._fd, [self._buffer[done:nbytes]], self._offset + done)
+            except OSError as error:
+                raise DriverError(
+                    "preadv", error.errno or 0, f"{self._file} at {self._offset + done}: {error.strerror}"
+                ) from error
+            if count == 0:
+                raise CheckpointError(
+                    f"ends early: it had {self._nbytes} bytes when it was opened",
+                    file=self._file,
+                    byte=self._offset + done,
+                )
+            done += count
+        chunk = self._buffer[:nbytes]
+        self._flat.update(chunk)
+        self._offset += nbytes
+        self._meter.add(nbytes)
+        return chunk
