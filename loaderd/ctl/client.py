@@ -83,10 +83,7 @@ class ControlClient:
             self._disconnect()
             raise
         if reply.error is not None:
-            error = reply.error.to_error()
-            if isinstance(error, NotPermitted):
-                raise NotPermitted(f"{error.message}; {self._who_may()}", **error.facts)
-            raise error
+            raise reply.error.to_error()
         if not isinstance(reply.result, expected):
             raise ProtocolError(
                 f"loaderd answered {body.verb} with {type(reply.result).__name__}, "
@@ -97,6 +94,7 @@ class ControlClient:
     def _exchange(self, request: Request, end_ns: int, deadline_s: float) -> Reply:
         connection = self._connect()
         if not connection.poll(_left_ms(end_ns), zmq.POLLOUT):
+            _probe(self._run_dir.control)  # the better message, if it went away since
             raise DaemonUnreachable(
                 f"{self._run_dir.control} accepts connections, but nobody speaks ZeroMQ there; {_HELP}"
             )
@@ -137,9 +135,6 @@ class ControlClient:
             self._socket.close(linger=0)
             self._socket = None
 
-    def _who_may(self) -> str:
-        return f"you are {_user(os.geteuid())}; {_allowed(self._run_dir.control)} may change what is served"
-
 
 def _left_ms(end_ns: int) -> int:
     return max(0, -(-(end_ns - time.monotonic_ns()) // 1_000_000))
@@ -158,9 +153,7 @@ def _probe(path: Path) -> None:
             f"loaderd is not there: {path} was left behind and nobody listens; {_HELP}"
         ) from error
     except PermissionError as error:
-        raise NotPermitted(
-            f"{_user(os.geteuid())} may not open {path}; {_allowed(path)} may (its mode decides)"
-        ) from error
+        raise NotPermitted(f"{_user(os.geteuid())} may not open {path}; {_owners(path)} may") from error
     except OSError as error:
         raise DaemonUnreachable(f"cannot connect to {path}: {error}; {_HELP}") from error
 
@@ -172,14 +165,14 @@ def _user(uid: int) -> str:
         return f"uid {uid}"
 
 
-def _allowed(path: Path) -> str:
-    """Who may change things, as far as the socket file tells: its owner runs the daemon."""
+def _owners(path: Path) -> str:
+    """Whom the mode of a socket file lets in, as far as it can be told from outside."""
     try:
         status = path.stat()
     except OSError:
-        return "root, the user that runs loaderd and its configured group"
+        return "root, the user that runs loaderd and its group"
     try:
         group = grp.getgrgid(status.st_gid).gr_name
     except KeyError:
         group = str(status.st_gid)
-    return f"root, the user that runs loaderd ({_user(status.st_uid)}) and its group ({group})"
+    return f"root, {_user(status.st_uid)} and group {group}"

@@ -63,16 +63,17 @@ class LiveView:
 
     def report(self, report: OperationReport) -> None:
         """Bring every bar up to date and redraw."""
-        if not self._is_shown:
-            self._terminal.line(f"{report.kind} of {version_name(report)} is {report.operation}")
-            self._progress.start()
-            self._is_shown = True
         if report.kind == "push" or report.bytes_total:
             self._bytes("read", "loading", report.bytes_read, report.load_s, report)
             self._bytes("verified", "verifying", report.bytes_verified, report.verify_s, report)
         prepared, total = report.inferds_prepared, report.inferds_total
         self._bar("prepared", prepared, total or None, f"{prepared} of {total} inferds")
-        self._progress.refresh()
+        if self._is_shown:
+            self._progress.refresh()
+            return
+        self._terminal.line(f"{report.kind} of {version_name(report)} is {report.operation}")
+        self._progress.start()
+        self._is_shown = True
 
     def lost(self, reason: str) -> None:
         """A remark above the bars."""

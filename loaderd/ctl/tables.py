@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,7 +15,6 @@ from shared.control import (
     DiffReport,
     FolderReport,
     HistoryReport,
-    HolderReport,
     InferdReport,
     MemoryReport,
     ModelReport,
@@ -34,6 +33,7 @@ _STATE_STYLE = {
     "prepared": "cyan",
     "draining": "yellow",
     "failed": "bold red",
+    "rolled_back": "bold red",
 }
 
 
@@ -45,36 +45,46 @@ def status(report: StatusReport, now_ns: int) -> RenderableType:
             f"generation {report.generation}"
         )
     )
-    parts: list[RenderableType] = [head, models(report.models)]
-    if report.inferds:
-        parts.append(inferds(report.inferds))
-    else:
-        parts.append(Text("no inferd is attached", style="yellow"))
-    if report.versions:
-        parts.append(versions(report.versions, now_ns))
-    parts.append(memory(report.memory))
-    return Group(*parts)
+    none_attached = Text("no inferd is attached", style="yellow")
+    parts: list[RenderableType] = [
+        models(report.models) if report.models else Text("no model is known"),
+        *operations(report.models),
+        inferds(report.inferds) if report.inferds else none_attached,
+        *resident(report.versions, now_ns),
+        memory(report.memory),
+    ]
+    return Group(*_spaced([head, *parts]))
 
 
 def models(reports: Iterable[ModelReport]) -> RenderableType:
-    """What serves, what can be rolled back to, what is under way."""
-    table = _table("models", "model", "active", "epoch>", "retained", "operation")
+    """What serves and what can be rolled back to."""
+    table = _table("models", "model", "active", "epoch>", "retained")
     for report in reports:
-        operation = report.operation
-        doing = ""
-        if operation is not None:
-            detail = progress_detail(operation) if operation.state == "running" else ""
-            stage = operation.stage if operation.state == "running" else operation.state
-            doing = f"{operation.operation}: {operation.kind} of {version_name(operation)}, {stage}"
-            doing += f" {detail}" if detail else ""
         table.add_row(
             _plain(report.model),
-            _plain(_tag(report.active), "bold green"),
+            _plain(_tag(report.active), _STATE_STYLE["active"]),
             _plain(str(report.epoch)),
-            _plain(_tag(report.retained), "cyan"),
-            _plain(doing),
+            _plain(_tag(report.retained), _STATE_STYLE["retained"]),
         )
     return table
+
+
+def operations(reports: Iterable[ModelReport]) -> Iterator[RenderableType]:
+    """A table of what is under way or was done last, if there is any."""
+    table = _table("operations", "operation", "what", "version", "state", "stage", "progress~")
+    for report in reports:
+        operation = report.operation
+        if operation is not None:
+            table.add_row(
+                _plain(operation.operation),
+                _plain(operation.kind),
+                _plain(version_name(operation)),
+                _plain(operation.state, _STATE_STYLE.get(operation.state, "")),
+                _plain(operation.stage),
+                _plain(progress_detail(operation)),
+            )
+    if table.row_count:
+        yield table
 
 
 def inferds(reports: Iterable[InferdReport]) -> RenderableType:
@@ -88,8 +98,8 @@ def inferds(reports: Iterable[InferdReport]) -> RenderableType:
         "attached>",
         "running>",
         "waiting>",
-        "slot 0",
-        "slot 1",
+        "slot 0~",
+        "slot 1~",
     )
     for report in reports:
         slots = {slot.slot: slot for slot in report.slots}
@@ -107,23 +117,19 @@ def inferds(reports: Iterable[InferdReport]) -> RenderableType:
     return table
 
 
-def versions(reports: Iterable[VersionReport], now_ns: int) -> RenderableType:
-    """Versions that loaderd knows, each with who keeps its memory and since when."""
+def resident(reports: Sequence[VersionReport], now_ns: int) -> Iterator[RenderableType]:
+    """Versions that loaderd knows; then, if there is any, who keeps whose memory and since when."""
+    if not reports:
+        yield Text("no version is resident")
+        return
     table = _table(
-        "versions",
-        "version",
-        "digest",
-        "state",
-        "age>",
-        "size>",
-        "shared>",
-        "tensors>",
-        "verified",
-        "held by",
+        "versions", "version", "digest", "state", "age>", "size>", "shared>", "tensors>", "verified"
     )
+    holders = _table("holders", "version", "held by", "pid>", "state", "references>", "age>")
     for report in reports:
+        name = f"{report.tag.model}-{report.tag.version}"
         table.add_row(
-            _plain(f"{report.tag.model}-{report.tag.version}"),
+            _plain(name),
             _plain(short_digest(report.tag.digest)),
             _plain(report.state, _STATE_STYLE.get(report.state, "")),
             _plain(age(max(0, now_ns - report.since_ns) / 1e9)),
@@ -131,9 +137,19 @@ def versions(reports: Iterable[VersionReport], now_ns: int) -> RenderableType:
             _plain(size(report.shared_bytes) if report.shared_bytes else "-"),
             _plain(str(report.tensors)),
             _plain(report.verified),
-            _plain("\n".join(_holder(holder) for holder in report.holders) or "-", is_multiline=True),
         )
-    return table
+        for holder in report.holders:
+            holders.add_row(
+                _plain(name),
+                _plain(holder.inferd),
+                _plain(str(holder.pid)),
+                _plain(holder.state, _STATE_STYLE.get(holder.state, "")),
+                _plain(str(holder.references)),
+                _plain(age(holder.age_s)),
+            )
+    yield table
+    if holders.row_count:
+        yield holders
 
 
 def memory(reports: Iterable[MemoryReport]) -> RenderableType:
@@ -151,7 +167,7 @@ def memory(reports: Iterable[MemoryReport]) -> RenderableType:
 
 def folders(reports: Iterable[FolderReport]) -> RenderableType:
     """Checkpoint folders that could be pushed."""
-    table = _table("folders", "name", "size>", "sealed", "resident", "root")
+    table = _table("folders", "name", "size>", "sealed", "resident", "root~")
     for report in reports:
         table.add_row(
             _plain(report.name),
@@ -165,19 +181,15 @@ def folders(reports: Iterable[FolderReport]) -> RenderableType:
 
 def resident_and_folders(report: VersionsReport, now_ns: int) -> RenderableType:
     """Both halves of `loaderctl versions`."""
-    resident: RenderableType = Text("no version is resident")
-    if report.resident:
-        resident = versions(report.resident, now_ns)
-    if not report.folders:
-        return Group(resident, Text("no folder can be pushed"))
-    return Group(resident, folders(report.folders))
+    pushable = folders(report.folders) if report.folders else Text("no folder can be pushed")
+    return Group(*_spaced([*resident(report.resident, now_ns), pushable]))
 
 
 def history(report: HistoryReport) -> RenderableType:
     """Journal entries, oldest first."""
     if not report.entries:
         return Text("the journal has no entry")
-    table = _table("", "#>", "time", "what", "version", "operation", "cause", "facts")
+    table = _table("", "#>", "time", "what", "version", "operation", "cause~", "facts~")
     for entry in report.entries:
         version = "-".join(part for part in (entry.model, entry.version) if part)
         facts = " ".join(f"{name}={value}" for name, value in sorted(entry.data.items()))
@@ -228,18 +240,30 @@ def difference(report: DiffReport) -> Iterator[str]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """A table whose column names end in `>` where the column is aligned to the right."""
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    """A table; a column whose name ends in `>` is aligned to the right, one in `~` may be folded."""
+    table = Table(
+        title=title or None, title_justify="left", title_style="underline", box=None, pad_edge=False
+    )
     for column in columns:
-        is_right = column.endswith(">")
-        table.add_column(column.removesuffix(">"), justify="right" if is_right else "left", overflow="fold")
+        table.add_column(
+            column.rstrip(">~"),
+            justify="right" if column.endswith(">") else "left",
+            no_wrap=not column.endswith("~"),
+            overflow="fold" if column.endswith("~") else "ellipsis",
+        )
     return table
 
 
-def _plain(text: str, style: str = "", *, is_multiline: bool = False) -> Text:
-    """A cell; only texts that this module joined by line ends itself are multi-line."""
-    lines = text.split("\n") if is_multiline else [text]
-    return Text("\n".join(printable(line) for line in lines), style=style)
+def _spaced(parts: Sequence[RenderableType]) -> Iterator[RenderableType]:
+    """The parts with an empty line before each but the first."""
+    for number, part in enumerate(parts):
+        if number:
+            yield Text("")
+        yield part
+
+
+def _plain(text: str, style: str = "") -> Text:
+    return Text(printable(text), style=style)
 
 
 def _tag(tag: Tag | None) -> str:
@@ -253,10 +277,3 @@ def _slot(slot: SlotReport | None) -> Text:
     if slot.tag is not None:
         words += [slot.tag.version, f"refs {slot.references}", age(slot.age_s)]
     return _plain(" ".join(words), _STATE_STYLE.get(slot.state, ""))
-
-
-def _holder(holder: HolderReport) -> str:
-    name = printable(holder.inferd)
-    return (
-        f"{name} (pid {holder.pid}) {printable(holder.state)}, refs {holder.references}, {age(holder.age_s)}"
-    )

@@ -58,7 +58,13 @@ class Terminal:
 
     def show(self, renderable: RenderableType) -> None:
         """A table or group on stdout; the caller has made its text printable."""
-        self.out.print(renderable)
+        if self.out.is_terminal:
+            self.out.print(renderable)
+            return
+        with self.out.capture() as capture:
+            self.out.print(renderable)
+        # Tables pad their last column, which only gets in the way of whoever reads a file.
+        self._write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
     def remark(self, text: str, style: str = "") -> None:
         """One line on stderr for the person who watches."""
@@ -73,8 +79,11 @@ class Terminal:
 
     def json(self, value: Mapping[str, object]) -> None:
         """One JSON object on one line of stdout, in ASCII, flushed."""
+        self._write(json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n")
+
+    def _write(self, text: str) -> None:
         try:
-            self.out.file.write(json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n")
+            self.out.file.write(text)
             self.out.file.flush()
         except BrokenPipeError as error:
             raise OutputClosedError from error

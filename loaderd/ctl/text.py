@@ -82,4 +82,4 @@ def moment(time_ns: int) -> str:
 
 def short_digest(digest: str) -> str:
     """The first twelve hex digits, as tables show a digest; `--json` has all of it."""
-    return digest[: len("sha256:") + 12]
+    return digest.removeprefix("sha256:")[:12]
