@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,10 +87,15 @@ class Served:
     engine: Engine
     admission: CountedAdmission
     registry: CollectorRegistry
-    url: str
     port: int
     loop: asyncio.AbstractEventLoop
+    server: uvicorn.Server
+    thread: threading.Thread
     _clients: list[Any] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float = 20) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
@@ -107,6 +112,16 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
+
+    def stop(self) -> None:
+        """Shut the server down, as a signal would, and wait until its loop is closed."""
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def connect(self) -> socket.socket:
+        """A bare connection, to be dropped in the middle of something."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
     def close(self) -> None:
         for client in self._clients:
@@ -127,18 +142,21 @@ def serve(
     engine: Engine,
     admission: CountedAdmission,
     settings: ApiSettings | None = None,
-    on_server: Callable[[uvicorn.Server], None] = lambda server: None,
+    *,
+    send_buffer_bytes: int | None = None,
+    grace_s: int = 5,
 ) -> Iterator[Served]:
     """Serve the API in a thread of its own until the block ends."""
     registry = CollectorRegistry()
     api = create_app(engine, admission, settings or ApiSettings(), registry)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        api, loop="asyncio", http="h11", lifespan="on", log_config=None, timeout_graceful_shutdown=5
+        api, loop="asyncio", http="h11", lifespan="on", log_config=None, timeout_graceful_shutdown=grace_s
     )
     server = uvicorn.Server(config)
-    on_server(server)
     loops: list[asyncio.AbstractEventLoop] = []
     is_started = threading.Event()
 
@@ -151,12 +169,11 @@ def serve(
     thread.start()
     if not is_started.wait(20):
         raise InvariantError("the server did not start")
-    served = Served(api, engine, admission, registry, f"http://127.0.0.1:{port}", port, loops[0])
+    served = Served(api, engine, admission, registry, port, loops[0], server, thread)
     try:
         yield served
     finally:
         served.close()
-        loops[0].call_soon_threadsafe(setattr, server, "should_exit", True)
-        thread.join(20)
+        served.stop()
         engine.stop()
         listener.close()
