@@ -1,0 +1,20 @@
+"""Every test of this folder must leave fds and mappings as it found them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch  # noqa: F401 - opened once here, so that no test is blamed for what importing it opens
+
+from .resources import open_fds, slab_mappings
+
+
+@pytest.fixture(autouse=True)
+def _resources_return_to_baseline() -> Iterator[None]:
+    gc.collect()
+    fds = open_fds()
+    yield
+    assert slab_mappings() == ()
+    assert open_fds() == fds

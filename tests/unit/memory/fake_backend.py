@@ -1,0 +1,289 @@
+"""A memory backend without memory mappings, stricter than a real one.
+
+Slabs are byte arrays in a `FakeMemory`, which stands for the device: backends of a writer and of
+readers share it.  Closing twice, using a closed slab, leaving a range and sealing twice raise; writing
+through a tensor is found when the slab is closed; slabs that nobody closed are listed.  The n-th call of
+an operation can be told to fail, and a read can be held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
+
+from shared.errors import (
+    ChangeoverError,
+    DriverError,
+    InvalidRequest,
+    InvariantError,
+    OutOfMemory,
+    ProtocolError,
+)
+from shared.ids import HOST_DEVICE, DeviceId, SlabId
+from shared.layout import SlabEntry
+from shared.tensor_size import tensor_nbytes
+
+if TYPE_CHECKING:
+    import torch
+
+Operation = Literal["create", "read", "seal", "import", "crc32", "sha256", "tensor"]
+
+_FD_MAGIC = b"changeover fake slab "
+
+
+@dataclass(slots=True)
+class FakeMemory:
+    """One device's memory: sealed slabs by id, and how many bytes are taken."""
+
+    capacity_bytes: int = 1 << 30
+    used_bytes: int = 0
+    sealed: dict[SlabId, bytearray] = field(default_factory=dict)
+    owners: Counter[SlabId] = field(default_factory=Counter)
+    _ids: count[int] = field(default_factory=count)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes
+
+    def take(self, nbytes: int) -> SlabId:
+        if nbytes > self.free_bytes:
+            raise OutOfMemory(what="a fake slab", needed_bytes=nbytes, free_bytes=self.free_bytes)
+        self.used_bytes += nbytes
+        slab_id = SlabId(f"fake-{next(self._ids)}")
+        self.owners[slab_id] = 1
+        return slab_id
+
+    def share(self, slab_id: SlabId) -> None:
+        self.owners[slab_id] += 1
+
+    def give_back(self, slab_id: SlabId, nbytes: int) -> None:
+        self.owners[slab_id] -= 1
+        if self.owners[slab_id] == 0:
+            del self.owners[slab_id]
+            self.sealed.pop(slab_id, None)
+            self.used_bytes -= nbytes
+
+
+class FakeSlab:
+    """A readable fake slab."""
+
+    def __init__(self, backend: FakeBackend, entry: SlabEntry) -> None:
+        self._backend = backend
+        self._entry = entry
+        self._data = backend.memory.sealed[entry.slab_id]
+        self._sealed_crc32 = zlib.crc32(self._data)
+        self._fd = os.memfd_create("fake-slab", os.MFD_CLOEXEC)
+        os.write(self._fd, _FD_MAGIC + entry.slab_id.encode())
+        self._is_open = True
+        backend.live.add(self)
+
+    @property
+    def entry(self) -> SlabEntry:
+        return self._entry
+
+    def borrow_fd(self) -> int:
+        self._check_open()
+        return self._fd
+
+    def crc32(self, offset_bytes: int, nbytes: int) -> int:
+        self._check_open()
+        self._backend.count("crc32")
+        return zlib.crc32(self._range(offset_bytes, nbytes))
+
+    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
+        self._check_open()
+        self._backend.count("sha256")
+        if leaf_bytes <= 0:
+            raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
+        data = self._range(offset_bytes, nbytes)
+        leaves = (data[at : at + leaf_bytes] for at in range(0, nbytes, leaf_bytes))
+        return b"".join(hashlib.sha256(leaf).digest() for leaf in leaves)
+
+    def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        from shared.memory.typed_view import typed_view
+
+        self._check_open()
+        self._backend.count("tensor")
+        try:
+            nbytes = tensor_nbytes(dtype, shape)
+        except ValueError as error:
+            raise InvalidRequest(str(error), dtype=dtype) from error
+        _check_range(self._entry, offset_bytes, nbytes)
+        if nbytes == 0:
+            return typed_view(torch.empty(0, dtype=torch.uint8), dtype, shape)
+        raw = torch.frombuffer(self._data, dtype=torch.uint8, offset=offset_bytes, count=nbytes)
+        return typed_view(raw, dtype, shape)
+
+    def close(self) -> None:
+        if not self._is_open:
+            raise InvariantError(f"slab {self._entry.slab_id} is closed twice")
+        self._is_open = False
+        os.close(self._fd)
+        self._backend.live.remove(self)
+        self._backend.memory.give_back(self._entry.slab_id, self._entry.nbytes)
+        if zlib.crc32(self._data) != self._sealed_crc32:
+            raise InvariantError(f"slab {self._entry.slab_id} was written to after it was sealed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_open:
+            self.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise InvariantError(f"use of slab {self._entry.slab_id}, which is closed")
+
+    def _range(self, offset_bytes: int, nbytes: int) -> bytes:
+        _check_range(self._entry, offset_bytes, nbytes)
+        return bytes(self._data[offset_bytes : offset_bytes + nbytes])
+
+
+class FakeWritableSlab:
+    """A fake slab that is being filled; unread bytes are poison, not zeros."""
+
+    def __init__(self, backend: FakeBackend, entry: SlabEntry) -> None:
+        self._backend = backend
+        self._entry = entry
+        self._data = bytearray(b"\xa5") * entry.nbytes
+        self._is_open = True
+        backend.live.add(self)
+
+    @property
+    def entry(self) -> SlabEntry:
+        return self._entry
+
+    def read_file(self, fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
+        self._check_open("read into")
+        _check_range(self._entry, offset_bytes, nbytes)
+        if file_offset < 0:
+            raise InvariantError(f"a file has no byte {file_offset}")
+        if self._backend.before_read is not None:
+            self._backend.before_read(self._entry.slab_id)
+        self._backend.count("read")
+        try:
+            data = os.pread(fd, nbytes, file_offset)
+        except OSError as error:
+            raise DriverError("pread", error.errno or 0, error.strerror or "") from error
+        if len(data) < nbytes:
+            raise DriverError("pread", 0, f"the file ends at byte {file_offset + len(data)}")
+        self._data[offset_bytes : offset_bytes + nbytes] = data
+        return zlib.crc32(data)
+
+    def seal(self) -> FakeSlab:
+        self._check_open("sealed")
+        self._backend.count("seal")
+        self._leave()
+        self._backend.memory.sealed[self._entry.slab_id] = self._data
+        return FakeSlab(self._backend, self._entry)
+
+    def close(self) -> None:
+        self._check_open("closed")
+        self._leave()
+        self._backend.memory.give_back(self._entry.slab_id, self._entry.nbytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_open:
+            self.close()
+
+    def _check_open(self, verb: str) -> None:
+        if not self._is_open:
+            raise InvariantError(f"slab {self._entry.slab_id}, sealed or closed, is {verb}")
+
+    def _leave(self) -> None:
+        self._is_open = False
+        self._backend.live.remove(self)
+
+
+class FakeBackend:
+    """Slabs in a `FakeMemory`; a backend of another process is another instance over the same one."""
+
+    def __init__(self, memory: FakeMemory | None = None) -> None:
+        self.memory = memory if memory is not None else FakeMemory()
+        self.live: set[FakeSlab | FakeWritableSlab] = set()
+        self.calls: Counter[Operation] = Counter()
+        self.before_read: Callable[[SlabId], None] | None = None
+        self._failures: dict[tuple[Operation, int], ChangeoverError] = {}
+
+    @property
+    def name(self) -> str:
+        return "host"
+
+    def fail(self, operation: Operation, error: ChangeoverError, *, nth: int = 1) -> None:
+        """Let the `nth` call of `operation` from now on raise `error` and do nothing else."""
+        self._failures[operation, self.calls[operation] + nth] = error
+
+    def count(self, operation: Operation) -> None:
+        """Note a call, and raise where it was told to fail."""
+        self.calls[operation] += 1
+        error = self._failures.pop((operation, self.calls[operation]), None)
+        if error is not None:
+            raise error
+
+    def check_no_leaks(self) -> None:
+        """Raise InvariantError if a slab is still open; for the end of a test."""
+        if self.live:
+            ids = sorted(slab.entry.slab_id for slab in self.live)
+            raise InvariantError(f"slabs were not closed: {', '.join(ids)}")
+
+    def devices(self) -> tuple[DeviceId, ...]:
+        return (HOST_DEVICE,)
+
+    def free_bytes(self, device: DeviceId) -> int:
+        if device != HOST_DEVICE:
+            raise InvariantError(f"the fake backend has no device {device!r}")
+        return self.memory.free_bytes
+
+    def create_slab(self, device: DeviceId, nbytes: int) -> FakeWritableSlab:
+        if nbytes <= 0:
+            raise InvariantError(f"a slab cannot have {nbytes} bytes")
+        self.free_bytes(device)
+        self.count("create")
+        return FakeWritableSlab(self, SlabEntry(self.memory.take(nbytes), device, nbytes))
+
+    def import_slab(self, entry: SlabEntry, take_fd: int) -> FakeSlab:
+        try:
+            self.count("import")
+            text = os.pread(take_fd, 256, 0)
+        except OSError as error:
+            raise ProtocolError(f"the fd cannot be read: {error}") from error
+        finally:
+            os.close(take_fd)
+        if not text.startswith(_FD_MAGIC):
+            raise ProtocolError("the fd is not a fake slab")
+        slab_id = SlabId(text[len(_FD_MAGIC) :].decode())
+        data = self.memory.sealed.get(slab_id)
+        if slab_id != entry.slab_id or data is None or len(data) != entry.nbytes:
+            raise ProtocolError(f"slab {slab_id} is not {entry}")
+        self.memory.share(slab_id)
+        return FakeSlab(self, entry)
+
+
+def _check_range(entry: SlabEntry, offset_bytes: int, nbytes: int) -> None:
+    if offset_bytes < 0 or nbytes < 0 or offset_bytes + nbytes > entry.nbytes:
+        raise InvariantError(
+            f"bytes {offset_bytes} + {nbytes} are outside slab {entry.slab_id} of {entry.nbytes} bytes"
+        )
