@@ -203,9 +203,7 @@ class LoaderdLink:
         except ChangeoverError as error:
             return Failed(request_id=message.request_id, error=WireError.of(error))
         flip_ns = time.perf_counter_ns() - arrived_ns
-        return Committed(
-            request_id=message.request_id, tag=message.tag, epoch=message.epoch, flip_ns=flip_ns
-        )
+        return Committed(request_id=message.request_id, tag=message.tag, epoch=message.epoch, flip_ns=flip_ns)
 
     # --- prepare ---------------------------------------------------------------------------------
 
@@ -260,19 +258,21 @@ class LoaderdLink:
     async def _report(self, channel: SeqpacketChannel) -> None:
         while True:
             self._changed.clear()
-            load = self._engine.load()
-            report = Report(
-                epoch=self._slots.epoch,
-                slots=self._slots.reports(),
-                running=load.running,
-                waiting=load.waiting,
-                tokens_generated=load.tokens_generated,
-            )
-            await channel.send(encode(report, HANDOFF_FRAME_BYTES))
+            await channel.send(encode(self._slot_report(), HANDOFF_FRAME_BYTES))
             try:
                 await asyncio.wait_for(self._changed.wait(), REPORT_EVERY_S)
             except TimeoutError:
                 continue
+
+    def _slot_report(self) -> Report:
+        load = self._engine.load()
+        return Report(
+            epoch=self._slots.epoch,
+            slots=self._slots.reports(),
+            running=load.running,
+            waiting=load.waiting,
+            tokens_generated=load.tokens_generated,
+        )
 
     # --- tasks -----------------------------------------------------------------------------------
 
@@ -299,7 +299,9 @@ class LoaderdLink:
             await self._send(channel, answer)
 
     async def _send(self, channel: SeqpacketChannel, message: FromInferd) -> None:
+        """Send an answer; the slots as they are now go first, so that who reads it knows both."""
         try:
+            await channel.send(encode(self._slot_report(), HANDOFF_FRAME_BYTES))
             await channel.send(encode(message, HANDOFF_FRAME_BYTES))
         except PeerGone:
             log.info("answer.undelivered", kind=message.kind)

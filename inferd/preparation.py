@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
 from inferd.engine.protocol import Engine
 from inferd.slot_states import SlotEvent, SlotState
 from inferd.slots import Slot, Slots
-from shared.errors import InvalidRequest, ProtocolError
+from shared.errors import ChangeoverError, InvalidRequest, ProtocolError, WarmupFailed
 from shared.ids import VersionTag
 from shared.memory.backend import MemoryBackend
 from shared.resident import ResidentVersion, check_identity
 from shared.transfer import IncomingVersion
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,7 @@ class Preparer:
     safely, so a caller that gave up gets a slot that is prepared or empty, never in between.
     """
 
-    def __init__(
-        self, slots: Slots, engine: Engine, backend: MemoryBackend, *, verify_mapped: bool
-    ) -> None:
+    def __init__(self, slots: Slots, engine: Engine, backend: MemoryBackend, *, verify_mapped: bool) -> None:
         self._slots = slots
         self._engine = engine
         self._backend = backend
@@ -118,9 +120,9 @@ class Preparer:
             verified = time.perf_counter()
             self._slots.advance(slot, SlotEvent.MAPPED, "mapped and checked")
             is_built = True
-            await asyncio.to_thread(self._build, slot.index, version)
+            await self._engine_work(lambda: self._build(slot.index, version))
             built = time.perf_counter()
-            report = await asyncio.to_thread(self._engine.warm, slot.index)
+            report = await self._engine_work(lambda: self._engine.warm(slot.index))
             warmed = time.perf_counter()
         except BaseException as error:
             self._slots.advance(slot, SlotEvent.FAIL, f"{type(error).__name__}: {error}")
@@ -131,6 +133,17 @@ class Preparer:
         self._slots.mark_prepared(slot)
         log.info("slot.prepared", slot=slot.index, tag=str(version.tag), prompts=report.prompts)
         return PrepareTimes(mapped - started, verified - mapped, built - verified, warmed - built)
+
+    async def _engine_work(self, work: Callable[[], T]) -> T:
+        """Run model code on a thread.  It is not ours: whatever it raises is this version's failure and
+        must not end the daemon that serves another one."""
+        try:
+            return await asyncio.to_thread(work)
+        except ChangeoverError:
+            raise
+        except Exception as error:
+            log.exception("engine.failed")
+            raise WarmupFailed(f"{type(error).__name__}: {error}") from error
 
     def _build(self, index: int, version: ResidentVersion) -> None:
         tensors = {

@@ -21,6 +21,7 @@ from shared.errors import InvalidRequest, SlotBusy, StaleEpoch
 from shared.ids import Epoch, VersionTag
 from shared.messages import Tag
 from shared.resident import ResidentVersion
+from shared.verdict import Verdict
 
 SESSIONS_KEPT = 10_000
 """Conversations remembered; the least recently used is forgotten and starts on the serving version."""
@@ -46,11 +47,15 @@ class Slot:
 class Slots:
     """Two slots and the rules between them; the `Admission` of the API."""
 
-    def __init__(self, model: str, on_change: Callable[[], None]) -> None:
-        """`on_change` is called after each change of a slot's state, on the loop's thread."""
+    def __init__(
+        self, model: str, on_change: Callable[[], None], on_retired: Callable[[VersionTag], None]
+    ) -> None:
+        """`on_change` is called after each change of a slot's state, `on_retired` when a version is no
+        longer mapped; both on the loop's thread."""
         self.model = model
         self.epoch = Epoch(0)
         self._on_change = on_change
+        self._on_retired = on_retired
         self._references = VersionSlot()
         self._slots = tuple(Slot(index, SlotLife(), time.monotonic()) for index in range(SLOTS))
         self._sessions: OrderedDict[str, VersionTag] = OrderedDict()
@@ -113,9 +118,21 @@ class Slots:
 
     def resident(self) -> tuple[VersionTag, ...]:
         """Every version that can still answer, the serving one first."""
-        tags = [(slot.life.state is not SlotState.SERVING, slot.tag) for slot in self._slots
-                if slot.life.state in ADMITTING]
+        tags = [
+            (slot.life.state is not SlotState.SERVING, slot.tag)
+            for slot in self._slots
+            if slot.life.state in ADMITTING
+        ]
         return tuple(tag for _, tag in sorted(tags, key=lambda pair: pair[0]) if tag is not None)
+
+    def verdict(self) -> Verdict:
+        """Ready while a verified version serves and new requests are admitted."""
+        if not self._is_admitting:
+            return Verdict(False, "shutting down")
+        serving = self.serving()
+        if serving is None:
+            return Verdict(False, f"no version of {self.model} serves yet")
+        return Verdict(True, details={"serving": str(serving), "epoch": self.epoch})
 
     # --- slots -----------------------------------------------------------------------------------
 
@@ -219,6 +236,7 @@ class Slots:
         if version is not None:
             for slab in version.slabs:
                 slab.close()
+            self._on_retired(version.tag)
         self.advance(slot, SlotEvent.RELEASE, cause)
 
     def retract(self) -> None:

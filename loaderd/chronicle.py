@@ -23,7 +23,9 @@ class Chronicle:
     Used from the event loop's thread only.
     """
 
-    def __init__(self, journal: Journal, generation: Generation, borrow_publisher: zmq.asyncio.Socket) -> None:
+    def __init__(
+        self, journal: Journal, generation: Generation, borrow_publisher: zmq.asyncio.Socket
+    ) -> None:
         self.journal = journal
         self.generation = generation
         self._publisher = borrow_publisher

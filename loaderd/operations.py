@@ -62,7 +62,11 @@ class Operation:
     def check_not_superseded(self) -> None:
         """Raise Superseded if a newer push of the model took this one's place."""
         if self.superseded_by is not None:
-            raise Superseded(f"superseded by push {self.superseded_by}", by=self.superseded_by)
+            raise self.superseded_error()
+
+    def superseded_error(self) -> Superseded:
+        """Why this operation does not go on."""
+        return Superseded(f"superseded by {self.superseded_by}", by=self.superseded_by or "")
 
     def report(self) -> OperationReport:
         """The operation as clients see it."""

@@ -22,7 +22,6 @@ class Push(WireModel):
     name: Name
     model: Name | None = None
     dry_run: bool = False
-    timeout_s: Seconds | None = None  # None: the daemon's default
 
 
 class Rollback(WireModel):
@@ -257,7 +256,7 @@ class HistoryEntry(WireModel):
     version: str = ""
     operation: str = ""
     cause: str = ""
-    data: dict[str, str | int | float] = {}
+    data: dict[str, str | int | float] = Field(default_factory=dict)
 
 
 class HistoryReport(WireModel):
@@ -344,7 +343,7 @@ class Event(WireModel):
     version: str = ""
     operation: str = ""
     text: str = ""
-    data: dict[str, str | int | float] = {}
+    data: dict[str, str | int | float] = Field(default_factory=dict)
 
 
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

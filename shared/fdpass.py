@@ -168,9 +168,7 @@ class SeqpacketChannel:
         if self._socket.fileno() < 0:
             raise PeerGone("the handoff connection was closed")
 
-    async def _ready(
-        self, add: Callable[..., None], remove: Callable[[socket.socket], bool]
-    ) -> None:
+    async def _ready(self, add: Callable[..., None], remove: Callable[[socket.socket], bool]) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         add(self._socket, _wake, waiter)

@@ -26,7 +26,7 @@ class WireError(WireModel):
 
     code: str
     message: str
-    facts: dict[str, str | int | float] = {}
+    facts: dict[str, str | int | float] = Field(default_factory=dict)
 
     @classmethod
     def of(cls, error: ChangeoverError) -> Self:

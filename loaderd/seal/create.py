@@ -22,10 +22,19 @@ def seal_directory(directory: Path, *, jobs: int = 1, progress: Progress | None 
     """
     with open_directory(directory) as checkpoint:
         checkpoint.refuse_unfinished()
-        scans = scan_checkpoint(checkpoint, jobs=jobs, progress=progress)
-        seal = _assemble(checkpoint, scans)
-        checkpoint.verify_unchanged()
+        seal = seal_of(checkpoint, jobs=jobs, progress=progress)
         _write(checkpoint.borrow_folder_fd(), encode_seal(seal))
+    return seal
+
+
+def seal_of(checkpoint: Checkpoint, *, jobs: int = 1, progress: Progress | None = None) -> Seal:
+    """The seal that an open checkpoint amounts to; nothing is written.  Blocking.
+
+    Raises CheckpointError if it changes meanwhile.
+    """
+    scans = scan_checkpoint(checkpoint, jobs=jobs, progress=progress)
+    seal = _assemble(checkpoint, scans)
+    checkpoint.verify_unchanged()
     return seal
 
 

@@ -1,0 +1,67 @@
+"""inferd's configuration file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from inferd.api.settings import ApiSettings
+from inferd.engine.transformers_engine import EngineSettings
+from shared.config_file import ConfigModel
+from shared.messages import Name
+from shared.run_dir import DEFAULT_RUN_DIR
+
+_ENGINE, _API = EngineSettings(), ApiSettings()
+
+Timeout = Annotated[float, Field(gt=0, le=86_400)]
+
+# Instances: on a slotted class, the attributes are descriptors and not the defaults.
+_ENGINE = EngineSettings()
+_API = ApiSettings()
+
+
+class EngineConfig(ConfigModel):
+    """How large the engine may grow; see `EngineSettings`."""
+
+    kv_cache_bytes: Annotated[int, Field(gt=0)] = _ENGINE.kv_cache_bytes
+    block_tokens: Annotated[int, Field(ge=1, le=1024)] = _ENGINE.block_tokens
+    max_batch_tokens: Annotated[int, Field(ge=1)] = _ENGINE.max_batch_tokens
+    max_sequences: Annotated[int, Field(ge=1)] = _ENGINE.max_sequences
+    max_waiting: Annotated[int, Field(ge=0)] = _ENGINE.max_waiting
+    max_model_len: Annotated[int, Field(ge=2)] | None = _ENGINE.max_model_len
+    torch_threads: Annotated[int, Field(ge=1, le=1024)] | None = _ENGINE.torch_threads
+
+    def settings(self) -> EngineSettings:
+        """As the engine takes them."""
+        return EngineSettings(**self.model_dump())
+
+
+class ApiConfig(ConfigModel):
+    """Limits of the HTTP API; see `ApiSettings`."""
+
+    max_body_bytes: Annotated[int, Field(ge=1024)] = _API.max_body_bytes
+    max_sequences_per_request: Annotated[int, Field(ge=1)] = _API.max_sequences_per_request
+    retry_after_s: Annotated[int, Field(ge=1)] = _API.retry_after_s
+    completion_max_tokens: Annotated[int, Field(ge=1)] = _API.completion_max_tokens
+
+    def settings(self) -> ApiSettings:
+        """As the API takes them."""
+        return ApiSettings(**self.model_dump())
+
+
+class InferdConfig(ConfigModel):
+    """The whole file."""
+
+    name: Annotated[Name, Field(max_length=32)]  # unique on the host
+    model: Name
+    run_dir: Path = DEFAULT_RUN_DIR
+    backend: Literal["host"] = "host"
+    listen: Annotated[str, Field(pattern=r"^(unix:/.+|\[?[0-9A-Za-z.:-]+\]?:[0-9]{1,5})$")] = "127.0.0.1:8000"
+    verify_mapped: bool = True  # hash every byte as mapped here before it may serve
+    shutdown_timeout_s: Timeout = 30.0  # requests in flight at SIGTERM may take this long
+    stuck_after_s: Timeout = 60.0  # work pending and no step for this long: not live
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    engine: EngineConfig = EngineConfig()
+    api: ApiConfig = ApiConfig()

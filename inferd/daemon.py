@@ -1,0 +1,166 @@
+"""inferd put together: engine, slots, link to loaderd, HTTP API and health."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+import structlog
+
+from inferd.api.app import Api, create_app
+from inferd.config import InferdConfig
+from inferd.engine.protocol import Engine
+from inferd.engine.transformers_engine import TransformersEngine
+from inferd.link import Identity, LoaderdLink
+from inferd.metrics import InferdMetrics
+from inferd.preparation import Preparer
+from inferd.slots import Slots
+from shared.errors import ConfigError, DriverError
+from shared.health import HealthServer, LoopPulse
+from shared.http_server import HttpServer
+from shared.ids import VersionTag
+from shared.logs import route_library_logs
+from shared.memory.host import HostBackend
+from shared.metrics import loop_lag_histogram, new_registry
+from shared.notify import Notifier
+from shared.progress import Progress
+from shared.run_dir import RunDir
+from shared.supervisor import Stop, Supervisor
+from shared.unix_listener import UnixListener
+from shared.verdict import OK, Verdict, combine
+
+log = structlog.get_logger(__name__)
+
+API_SOCKET_MODE = 0o666
+
+
+class ProgressWatch:
+    """Whether an engine that has work makes steps; observed with each beat of the loop's pulse."""
+
+    def __init__(self, engine: Engine, limit_s: float) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+        self._progress = Progress(has_work=False, steps=0, since_ns=time.monotonic_ns())
+
+    def observe(self, now_ns: int) -> None:
+        """Look at the engine's counters."""
+        load = self._engine.load()
+        self._progress = self._progress.observe(load.running + load.waiting > 0, load.steps, now_ns)
+
+    def verdict(self) -> Verdict:
+        """Not well while work is pending and no step was made for too long."""
+        if not self._progress.is_stuck(time.monotonic_ns(), self._limit_s):
+            return OK
+        return Verdict(False, f"requests are pending and no step was made for {self._limit_s:g} s")
+
+
+async def serve(config: InferdConfig, stop: Stop) -> None:
+    """Run inferd until `stop`: refuse, drain, unload, in that order."""
+    run_dir = RunDir(config.run_dir)
+    notifier = Notifier.from_environment()
+    registry = new_registry("inferd")
+    backend = HostBackend()
+    engine = TransformersEngine(config.engine.settings())
+    route_library_logs()
+    watch = ProgressWatch(engine, config.stuck_after_s)
+    pulse = LoopPulse(observe_lag=loop_lag_histogram(registry).observe, on_beat=watch.observe)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(run_dir.only_daemon(f"inferd-{config.name}"))
+        supervisor = await stack.enter_async_context(Supervisor())
+        engine.start()
+        stack.callback(engine.stop)
+        notices = _Notices(notifier)
+        slots = Slots(config.model, notices.slots_changed, notices.version_retired)
+        preparer = Preparer(slots, engine, backend, verify_mapped=config.verify_mapped)
+        link = LoaderdLink(
+            Identity(config.name, config.model), run_dir.handoff, slots, preparer, engine, backend
+        )
+        api = create_app(engine, slots, config.api.settings(), registry)
+        notices.connect(slots, link, api)
+        InferdMetrics(registry, engine, slots, link)
+
+        def live() -> Verdict:
+            return combine({"loop": pulse.verdict(), "engine": watch.verdict()})
+
+        def ready() -> Verdict:
+            return combine({"live": live(), "version": slots.verdict()})
+
+        listener = stack.enter_context(_listen(config.listen))
+        health = HealthServer(run_dir.inferd_health(config.name), live, ready, registry)
+        await stack.enter_async_context(health)
+        server = HttpServer(api, listener, grace_s=int(config.shutdown_timeout_s) + 1, lifespan="off")
+        async with AsyncExitStack() as serving:
+            await serving.enter_async_context(server)
+            supervisor.start(pulse.run(), name="pulse")
+            link_task = supervisor.start(link.run(), name="link", may_end=True)
+            supervisor.start(notifier.feed_watchdog(lambda: live().is_ok), name="watchdog")
+            log.info("inferd.started", name=config.name, model=config.model, listen=config.listen)
+            notifier.ready(notices.status())
+            reason = await stop.wait()
+            notifier.stopping(f"stopping: {reason}")
+            slots.stop_admitting()
+            cut_off = await api.drain(config.shutdown_timeout_s)
+            log.info("inferd.drained", cut_off=cut_off)
+        link_task.cancel()
+        await asyncio.wait((link_task,))
+        engine.stop()
+        await preparer.shut_down()
+
+
+class _Notices:
+    """Who hears of changed slots: loaderd through the link, systemd's status line, the metrics."""
+
+    def __init__(self, notifier: Notifier) -> None:
+        self._notifier = notifier
+        self._slots: Slots | None = None
+        self._link: LoaderdLink | None = None
+        self._api: Api | None = None
+
+    def connect(self, slots: Slots, link: LoaderdLink, api: Api) -> None:
+        """From here on changes are passed on."""
+        self._slots, self._link, self._api = slots, link, api
+
+    def version_retired(self, tag: VersionTag) -> None:
+        """A version is no longer mapped."""
+        if self._api is not None:
+            self._api.forget_version(tag)
+
+    def slots_changed(self) -> None:
+        """A slot changed its state."""
+        if self._link is not None:
+            self._link.slots_changed()
+        self._notifier.status(self.status())
+
+    def status(self) -> str:
+        """One line for `systemctl status`."""
+        serving = self._slots.serving() if self._slots is not None else None
+        return f"serving {serving}" if serving is not None else "waiting for a version"
+
+
+@contextmanager
+def _listen(address: str) -> Iterator[socket.socket]:
+    """The API's listening socket, on a Unix path or a TCP address."""
+    if address.startswith("unix:"):
+        with UnixListener(Path(address.removeprefix("unix:")), mode=API_SOCKET_MODE) as listener:
+            yield listener.socket
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = found[0]
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"listen = {address!r}: {error}") from error
+    with socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol) as listener_socket:
+        listener_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener_socket.bind(where)
+            listener_socket.listen(1024)
+        except OSError as error:
+            raise DriverError(f"bind({address})", error.errno or 0, os.strerror(error.errno or 0)) from error
+        listener_socket.setblocking(False)
+        yield listener_socket

@@ -1,0 +1,57 @@
+"""Memory that survived a restart: taken back from an inferd that still maps it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+from loaderd.leases import Lease
+from loaderd.slab_table import SlabTable, UserId
+from shared.errors import CheckpointError
+from shared.ids import VersionTag
+from shared.memory.backend import MemoryBackend, Slab
+from shared.resident import ResidentVersion, check_identity
+
+HAND_BACK_WITHIN_S = 10.0
+CONFIG_FILE = "config.json"
+
+
+async def take_back(
+    lease: Lease, tag: VersionTag, backend: MemoryBackend, slabs: SlabTable, user: UserId
+) -> ResidentVersion:
+    """Receive, map and verify a version that an inferd holds; its slabs go to the table.
+
+    Every byte is hashed against the tag, which comes from the journal or is what is found to serve.
+    A slab that two versions share is mapped once.  Raises ProtocolError, DigestMismatch, PeerGone.
+    """
+    incoming = await lease.hand_back(tag, HAND_BACK_WITHIN_S)
+    mapped = await asyncio.to_thread(incoming.map, backend)
+    own: list[Slab] = []
+    try:
+        for slab in mapped.slabs:
+            if slab.entry.slab_id in slabs:
+                own.append(slabs.share(slab.entry.slab_id, user))
+                slab.close()
+            else:
+                slabs.add(slab, user)
+                own.append(slab)
+    except BaseException:
+        for slab in mapped.slabs[len(own) :]:
+            slab.close()
+        raise
+    version = replace(mapped, slabs=tuple(own))
+    await asyncio.to_thread(check_identity, version, hash_bytes=True)
+    return version
+
+
+def read_config(assets: Mapping[str, bytes]) -> dict[str, object]:
+    """config.json of an adopted version; raises CheckpointError if it is none."""
+    try:
+        value = json.loads(assets[CONFIG_FILE])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"is not usable: {error}", file=CONFIG_FILE) from error
+    if not isinstance(value, dict):
+        raise CheckpointError("is not a JSON object", file=CONFIG_FILE)
+    return value

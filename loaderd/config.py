@@ -1,0 +1,42 @@
+"""loaderd's configuration file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shared.config_file import ConfigModel
+from shared.messages import Name
+from shared.run_dir import DEFAULT_RUN_DIR
+
+Timeout = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class ModelConfig(ConfigModel):
+    """How one model's versions are checked and rolled out."""
+
+    verify: Literal["digest", "sealed"] = "digest"
+    prepare_timeout_s: Timeout = 600.0  # mapping, building and warming on every inferd
+    commit_timeout_s: Timeout = 10.0  # a flip takes microseconds; this is for a hung process
+    drain_timeout_s: Timeout = 300.0  # requests still running on a version whose slot is needed
+
+
+class LoaderdConfig(ConfigModel):
+    """The whole file.  Models need no entry; one without has the defaults."""
+
+    run_dir: Path = DEFAULT_RUN_DIR
+    state_dir: Path = Path("/var/lib/changeover")
+    model_roots: Annotated[tuple[Path, ...], Field(min_length=1)]
+    backend: Literal["host"] = "host"
+    memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None  # weights of all versions together
+    slab_bytes: Annotated[int, Field(ge=2 << 20)] = 1 << 30
+    admin_group: str | None = None  # may push and roll back, beside root and the daemon's user
+    adopt_grace_s: Timeout = 5.0  # after a restart, wait this long for inferds before loading again
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    models: dict[Name, ModelConfig] = Field(default_factory=dict)
+
+    def model(self, name: str) -> ModelConfig:
+        """The settings of a model."""
+        return self.models.get(name, ModelConfig())

@@ -1,0 +1,287 @@
+"""loaderd put together: sockets, state, and what happens when inferds come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import os
+import time
+import uuid
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from loaderd.authorisation import Policy
+from loaderd.chronicle import Chronicle
+from loaderd.config import LoaderdConfig
+from loaderd.control_server import ControlServer
+from loaderd.deployment import Deployment, Host
+from loaderd.handoff_server import HandoffServer
+from loaderd.inquiries import Inquiries
+from loaderd.journal import Journal
+from loaderd.leases import Lease
+from loaderd.metrics import LoaderdMetrics
+from loaderd.operations import Operations
+from loaderd.placement import PlacementRules
+from loaderd.plan import Verdict as PlanVerdict
+from loaderd.planning import Planner, plan_report
+from loaderd.slab_table import SlabTable
+from loaderd.versions import VersionTable
+from shared.control import (
+    Diff,
+    History,
+    Operation,
+    Push,
+    PushReply,
+    Rollback,
+    RollbackReply,
+    Status,
+    Verify,
+    Versions,
+)
+from shared.errors import ChangeoverError, ConfigError, InvalidRequest, ResourceError
+from shared.health import HealthServer, LoopPulse
+from shared.ids import Epoch, Generation, LeaseId, VersionRef
+from shared.memory.host import HostBackend
+from shared.metrics import loop_lag_histogram, new_registry
+from shared.notify import Notifier
+from shared.run_dir import RunDir, listen_seqpacket
+from shared.supervisor import Stop, Supervisor
+from shared.verdict import Verdict
+
+log = structlog.get_logger(__name__)
+
+SOCKET_MODE = 0o666
+"""Whoever enters the run directory may ask; what they may change is decided by their credentials."""
+
+MAINTAIN_EVERY_S = 2.0
+RETRY_AFTER_S = (2.0, 10.0, 60.0, 300.0)
+
+
+class Loaderd:
+    """The daemon's state and its reactions; also who is told about leases."""
+
+    def __init__(self, config: LoaderdConfig, chronicle: Chronicle, supervisor: Supervisor) -> None:
+        self._config = config
+        self._chronicle = chronicle
+        self._supervisor = supervisor
+        self._backend = HostBackend(config.memory_limit_bytes)
+        self._device = self._backend.devices()[0]
+        self.slabs = SlabTable()
+        versions = VersionTable(chronicle, self.slabs)
+        planner = Planner(
+            config.model_roots,
+            self._backend,
+            self._device,
+            versions,
+            PlacementRules(slab_bytes=config.slab_bytes),
+            config.memory_limit_bytes,
+        )
+        self.handoff = HandoffServer(
+            chronicle.generation, self.policy(), self._backend, chronicle, holder=self
+        )
+        self._host = Host(
+            chronicle,
+            Operations(chronicle),
+            versions,
+            planner,
+            self._backend,
+            self._device,
+            self.handoff.leases,
+            self._spawn,
+        )
+        self.deployments: dict[str, Deployment] = {}
+        self.inquiries = Inquiries(self._host, self.deployments, config.model_roots)
+        self._attempts: dict[LeaseId, tuple[int, float]] = {}  # failures, and when to try again
+
+    def policy(self) -> Policy:
+        """Who may change things; raises ConfigError for a group that does not exist."""
+        group = self._config.admin_group
+        if group is None:
+            return Policy(os.getuid(), None)
+        try:
+            return Policy(os.getuid(), grp.getgrnam(group).gr_gid, group)
+        except KeyError as error:
+            raise ConfigError(f"admin_group {group!r} does not exist") from error
+
+    # --- verbs that change something -------------------------------------------------------------
+
+    async def push(self, body: Push) -> PushReply:
+        """Plan; unless it is a dry run or refused, start."""
+        ref = VersionRef.of(body.name, body.model)
+        deployment = self._deployment(ref.model)
+        opened = await self._host.planner.open(body.name, ref, deployment.config)
+        try:
+            plan = self._host.planner.plan(opened, deployment.active, deployment.retained)
+            report = plan_report(plan, opened)
+            if body.dry_run or plan.verdict is not PlanVerdict.HOT:
+                if not body.dry_run:
+                    self._chronicle.record(
+                        "push.refused", "; ".join(plan.reasons), model=ref.model, version=ref.version
+                    )
+                opened.close()
+                return PushReply(operation=None, plan=report)
+        except BaseException:
+            opened.close()
+            raise
+        operation = deployment.push(opened)
+        return PushReply(operation=operation.id, plan=report)
+
+    async def rollback(self, body: Rollback) -> RollbackReply:
+        """Start to commit a version that is still resident."""
+        operation = self._named_deployment(body.model).rollback(body.to)
+        return RollbackReply(operation=operation.id)
+
+    def _named_deployment(self, model: str | None) -> Deployment:
+        if model is not None:
+            if model not in self.deployments:
+                raise InvalidRequest(f"no version of {model} is known here", model=model)
+            return self.deployments[model]
+        with_versions = [d for d in self.deployments.values() if d.active is not None]
+        if len(with_versions) != 1:
+            names = ", ".join(sorted(d.model for d in with_versions)) or "none"
+            raise InvalidRequest(f"name the model: those with an active version are {names}")
+        return with_versions[0]
+
+    def _deployment(self, model: str) -> Deployment:
+        if model not in self.deployments:
+            self.deployments[model] = Deployment(model, self._config.model(model), self._host, Epoch(0))
+        return self.deployments[model]
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def attached(self, lease: Lease) -> None:
+        """Adopt what the inferd holds if that is needed, and bring it up to date."""
+        self._spawn(self._welcome(lease))
+
+    def reported(self, lease: Lease) -> None:
+        """Nothing to do: a version's memory goes when its release is confirmed or its lease ends."""
+
+    def detached(self, lease: Lease) -> None:
+        """Free what only this inferd still mapped."""
+        self._attempts.pop(lease.id, None)
+        self._host.versions.collect(tuple(self.handoff.leases.values()))
+
+    async def _welcome(self, lease: Lease) -> None:
+        failures, _ = self._attempts.get(lease.id, (0, 0.0))
+        # Until this attempt has ended there shall not be another.
+        self._attempts[lease.id] = (failures, float("inf"))
+        try:
+            await self._deployment(lease.model).welcome(lease)
+        except ChangeoverError as error:
+            wait_s = RETRY_AFTER_S[min(failures, len(RETRY_AFTER_S) - 1)]
+            if lease.id in self.handoff.leases:
+                self._attempts[lease.id] = (failures + 1, time.monotonic() + wait_s)
+                self._chronicle.record(
+                    "inferd.not_reconciled", error.message, model=lease.model, inferd=lease.name
+                )
+            else:
+                self._attempts.pop(lease.id, None)
+        else:
+            self._attempts[lease.id] = (0, 0.0)
+
+    async def maintain(self) -> None:
+        """Bring inferds that are behind up to date, again and again with longer waits."""
+        while True:
+            await asyncio.sleep(MAINTAIN_EVERY_S)
+            for lease in tuple(self.handoff.leases.values()):
+                _, not_before = self._attempts.get(lease.id, (0, 0.0))
+                deployment = self.deployments.get(lease.model)
+                if deployment is None or time.monotonic() < not_before:
+                    continue
+                if deployment.is_behind(lease):
+                    self._spawn(self._welcome(lease))
+
+    def recover(self) -> None:
+        """Begin to find out what serves; pushes wait until it is known."""
+        for model, committed in self._chronicle.journal.recollection.committed.items():
+            deployment = self._deployment(model)
+            deployment.epoch = committed.epoch
+            deployment.recollected = committed
+            self._spawn(deployment.recover(self._config.adopt_grace_s))
+
+    # --- health ----------------------------------------------------------------------------------
+
+    def ready(self) -> Verdict:
+        """Ready when a verified version can be handed out for every model that has one to hand out."""
+        active = {d.model: str(d.active.tag) for d in self.deployments.values() if d.active is not None}
+        if not active:
+            return Verdict(False, "no verified version is active")
+        return Verdict(True, details=active)
+
+    def metrics_source(self) -> tuple[SlabTable, Host, dict[str, Deployment]]:
+        """What the metrics are computed from."""
+        return self.slabs, self._host, self.deployments
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._supervisor.start(work, name=getattr(work, "__qualname__", "work"), may_end=True)
+
+
+async def serve(config: LoaderdConfig, stop: Stop) -> None:
+    """Run loaderd until `stop`."""
+    run_dir = RunDir(config.run_dir)
+    notifier = Notifier.from_environment()
+    try:
+        config.state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"state directory {config.state_dir}: {error.strerror}") from error
+    registry = new_registry("loaderd")
+    pulse = LoopPulse(observe_lag=loop_lag_histogram(registry).observe)
+    with ExitStack() as stack:
+        stack.enter_context(run_dir.only_daemon("loaderd"))
+        journal = stack.enter_context(Journal(config.state_dir / "journal.jsonl"))
+        context = stack.enter_context(zmq.asyncio.Context())
+        router = _bind(stack, context, zmq.ROUTER, run_dir.control)
+        publisher = _bind(stack, context, zmq.PUB, run_dir.events)
+        chronicle = Chronicle(journal, Generation(str(uuid.uuid4())), publisher)
+        listener = stack.enter_context(listen_seqpacket(run_dir.handoff, SOCKET_MODE))
+        stack.callback(run_dir.handoff.unlink, missing_ok=True)
+        async with AsyncExitStack() as serving:
+            supervisor = Supervisor()
+            loaderd = Loaderd(config, chronicle, supervisor)
+            stack.callback(loaderd.slabs.close)
+            LoaderdMetrics(registry, *loaderd.metrics_source())
+            await serving.enter_async_context(supervisor)
+            await serving.enter_async_context(
+                HealthServer(run_dir.loaderd_health, pulse.verdict, loaderd.ready, registry)
+            )
+            control = ControlServer(
+                router,
+                loaderd.policy(),
+                {
+                    Push: loaderd.push,
+                    Rollback: loaderd.rollback,
+                    Status: loaderd.inquiries.status,
+                    Versions: loaderd.inquiries.versions,
+                    History: loaderd.inquiries.history,
+                    Operation: loaderd.inquiries.operation,
+                    Verify: loaderd.inquiries.verify,
+                    Diff: loaderd.inquiries.diff,
+                },
+            )
+            loaderd.recover()
+            supervisor.start(pulse.run(), name="pulse")
+            supervisor.start(loaderd.handoff.run(listener), name="handoff")
+            supervisor.start(control.run(), name="control")
+            supervisor.start(loaderd.maintain(), name="maintain")
+            supervisor.start(notifier.feed_watchdog(lambda: pulse.verdict().is_ok), name="watchdog")
+            chronicle.record("daemon.started", "loaderd is ready", pid=os.getpid())
+            notifier.ready("ready")
+            reason = await stop.wait()
+            notifier.stopping(f"stopping: {reason}")
+            chronicle.record("daemon.stopping", reason)
+
+
+def _bind(stack: ExitStack, context: zmq.asyncio.Context, kind: int, path: Any) -> zmq.asyncio.Socket:
+    socket = context.socket(kind)
+    stack.callback(socket.close, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+    socket.setsockopt(zmq.SNDHWM, 10_000)
+    socket.bind(f"ipc://{path}")
+    path.chmod(SOCKET_MODE)
+    stack.callback(path.unlink, missing_ok=True)
+    return socket

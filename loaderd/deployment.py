@@ -1,0 +1,471 @@
+"""One model on this host: what is active, what is retained, and the operations that change it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from loaderd.adoption import read_config, take_back
+from loaderd.chronicle import Chronicle
+from loaderd.config import ModelConfig
+from loaderd.journal import Committed
+from loaderd.leases import Lease
+from loaderd.lifecycle import VersionEvent, VersionState
+from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
+from loaderd.operations import Kind, Operation, Operations
+from loaderd.planning import OpenedCheckpoint, Planner, check_hot
+from loaderd.rollout_driver import RolloutDriver, RolloutLimits
+from loaderd.versions import Version, VersionTable
+from shared.control import ModelReport
+from shared.errors import ChangeoverError, DigestMismatch, InvalidRequest, UnknownVersion
+from shared.ids import DeviceId, Digest, Epoch, LeaseId, VersionRef, VersionTag
+from shared.memory.backend import MemoryBackend
+from shared.messages import Tag
+
+PROGRESS_EVERY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What all deployments of a host share."""
+
+    chronicle: Chronicle
+    operations: Operations
+    versions: VersionTable
+    planner: Planner
+    backend: MemoryBackend
+    device: DeviceId
+    leases: Mapping[LeaseId, Lease]
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Deployment:
+    """One model's versions.  Used from the event loop's thread only.
+
+    Operations run one after the other; a push or rollback that is asked for while another has not
+    been decided yet supersedes it.  Between prepare and commit nobody else may touch the slots.
+    """
+
+    def __init__(self, model: str, config: ModelConfig, host: Host, epoch: Epoch) -> None:
+        self.model = model
+        self.config = config
+        self.epoch = epoch
+        self.active: Version | None = None
+        self.retained: Version | None = None
+        self._host = host
+        self._one_operation = asyncio.Lock()
+        self._slots_in_hand = asyncio.Lock()
+        self._newest: Operation | None = None
+        self._cancel_load = threading.Event()
+        self._rollout: RolloutDriver | None = None
+        self.recollected: Committed | None = None  # what the journal says, until something is active
+        self._is_found = asyncio.Event()
+
+    # --- what it has -----------------------------------------------------------------------------
+
+    def leases(self) -> dict[LeaseId, Lease]:
+        """The leases of this model's inferds."""
+        return {key: lease for key, lease in self._host.leases.items() if lease.model == self.model}
+
+    def report(self) -> ModelReport:
+        """This model as the status shows it."""
+        return ModelReport(
+            model=self.model,
+            active=Tag.of(self.active.tag) if self.active is not None else None,
+            epoch=self.epoch,
+            retained=Tag.of(self.retained.tag) if self.retained is not None else None,
+            operation=self._newest.report() if self._newest is not None else None,
+        )
+
+    # --- push ------------------------------------------------------------------------------------
+
+    def push(self, take_opened: OpenedCheckpoint) -> Operation:
+        """Start a push; owns the checkpoint from here."""
+        operation = self._begin("push", take_opened.ref)
+        self._host.spawn(self._run(operation, self._push(operation, take_opened), take_opened))
+        return operation
+
+    async def _push(
+        self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None = None
+    ) -> None:
+        version = await self._load(operation, opened, expected)
+        opened.close()
+        if await self._is_resident_twice(operation, version):
+            return
+        try:
+            await self._activate(operation, version)
+        except BaseException as error:
+            if version.state is not VersionState.ACTIVE:
+                self._host.versions.advance(version, VersionEvent.FAIL, _cause(error), operation.id)
+                self._collect()
+            raise
+
+    async def _load(self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None) -> Version:
+        versions = self._host.versions
+        version = versions.new(operation.ref)
+        try:
+            # Planned here, not when the client was answered: an operation before this one may have
+            # changed what is resident.
+            plan = self._host.planner.plan(opened, self.active, self.retained)
+            check_hot(plan, opened.folder)
+            operation.warnings.extend(plan.warnings)
+            versions.advance(version, VersionEvent.PLAN, "the plan is hot", operation.id)
+            if plan.sweep_first and self.retained is not None:
+                out, self.retained = self.retained, None
+                await self._sweep(out, f"its memory is needed for {operation.ref}")
+            versions.advance(version, VersionEvent.LOAD, "allocating and reading", operation.id)
+            request = LoadRequest(
+                ref=operation.ref,
+                checkpoint=opened.checkpoint,
+                seal=opened.seal,
+                placement=plan.placement,
+                shared_slabs=tuple(
+                    versions.slabs.share(slab_id, version.user) for slab_id in plan.placement.shared_slabs
+                ),
+                device=self._host.device,
+            )
+            loaded = await self._load_with_progress(operation, request)
+            for slab in loaded.new_slabs:
+                versions.slabs.add(slab, version.user)
+            version.resident = loaded.version
+            version.config = dict(opened.checkpoint.config)
+            version.verified = "sealed" if opened.seal is not None else "digest"
+            operation.tag = loaded.version.tag
+            operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
+            if expected is not None and loaded.version.tag.digest != expected:
+                raise DigestMismatch(
+                    f"the folder now holds {loaded.version.tag.digest}, {expected} was active",
+                    file=opened.folder,
+                )
+            versions.advance(version, VersionEvent.VERIFY, "every resident byte is verified", operation.id)
+        except BaseException as error:
+            versions.advance(version, VersionEvent.FAIL, _cause(error), operation.id)
+            self._collect()
+            raise
+        return version
+
+    async def _load_with_progress(self, operation: Operation, request: LoadRequest) -> Loaded:
+        progress = LoadProgress()
+        operation.bytes_total = request.placement.bytes_to_read
+        operation.check_not_superseded()
+        self._cancel_load = threading.Event()
+        self._host.operations.enter(operation, "loading")
+        work = asyncio.ensure_future(
+            asyncio.to_thread(load_and_verify, request, self._host.backend, progress, self._cancel_load)
+        )
+        try:
+            while not work.done():
+                await asyncio.wait((work,), timeout=PROGRESS_EVERY_S)
+                operation.bytes_read, operation.bytes_verified = progress.read, progress.verified
+                if operation.stage == "loading" and progress.is_verifying:
+                    self._host.operations.enter(operation, "verifying")
+                self._host.operations.progress(operation)
+            operation.check_not_superseded()
+            return work.result()
+        except BaseException:
+            # The thread must be out of the slabs before anyone closes them.
+            self._cancel_load.set()
+            await asyncio.wait((work,))
+            if not work.cancelled() and work.exception() is None:
+                for slab in work.result().new_slabs:
+                    slab.close()
+            raise
+
+    async def _is_resident_twice(self, operation: Operation, version: Version) -> bool:
+        """End a push whose content is what serves; turn one of what is retained into a rollback."""
+        twin = next((v for v in (self.active, self.retained) if v is not None and v.tag == version.tag), None)
+        if twin is None:
+            return False
+        versions = self._host.versions
+        versions.advance(version, VersionEvent.SWEEP, "the same content is resident already", operation.id)
+        self._collect()
+        if twin is self.active:
+            operation.epoch = twin.epoch
+            operation.warnings.append(f"{twin.tag} serves already; nothing was changed")
+            return True
+        operation.warnings.append(f"{twin.tag} was retained; it was committed without using the new copy")
+        await self._activate_again(operation, twin)
+        return True
+
+    # --- rollback --------------------------------------------------------------------------------
+
+    def rollback(self, to: str | None) -> Operation:
+        """Start to commit a version that is still resident.
+
+        Raises InvalidRequest if nothing is retained, UnknownVersion if `to` is not resident.
+        """
+        target = self._rollback_target(to)
+        operation = self._begin("rollback", target.ref)
+        self._host.spawn(self._run(operation, self._roll_back(operation, target), None))
+        return operation
+
+    def _rollback_target(self, to: str | None) -> Version:
+        if to is None:
+            if self.retained is None:
+                raise InvalidRequest(f"no version of {self.model} is retained: nothing to roll back to")
+            return self.retained
+        for version in (self.retained, self.active):
+            if version is not None and to in (version.ref.version, str(version.ref), str(version.tag)):
+                return version
+        raise UnknownVersion(f"{to} of {self.model} is not resident; push it instead", name=to)
+
+    async def _roll_back(self, operation: Operation, target: Version) -> None:
+        if target is self.active:
+            operation.epoch, operation.tag = target.epoch, target.tag
+            operation.warnings.append(f"{target.tag} serves already; nothing was changed")
+            return
+        if target is not self.retained:
+            raise InvalidRequest(f"{target.ref} is no longer retained")
+        await self._activate_again(operation, target)
+
+    async def _activate_again(self, operation: Operation, target: Version) -> None:
+        operation.tag = target.tag
+        try:
+            await self._activate(operation, target)
+        except BaseException as error:
+            if target.state is not VersionState.ACTIVE:
+                self._host.versions.advance(target, VersionEvent.RETAIN, _cause(error), operation.id)
+            raise
+
+    # --- prepare, commit, retain, sweep ----------------------------------------------------------
+
+    async def _activate(self, operation: Operation, version: Version) -> None:
+        """Prepare on every inferd, commit, and let what was active be retained."""
+        async with self._slots_in_hand:
+            operation.check_not_superseded()
+            self._host.operations.enter(operation, "preparing")
+            versions = self._host.versions
+            versions.advance(version, VersionEvent.PREPARE, operation.kind, operation.id)
+            started = time.perf_counter()
+            epoch = Epoch(self.epoch + 1)
+            driver = RolloutDriver(
+                version.memory,
+                epoch,
+                self.leases(),
+                self._limits(),
+                operation,
+                self._host.operations,
+                self._host.chronicle,
+            )
+            self._rollout = driver
+            try:
+                await driver.run()
+            except ChangeoverError:
+                # The push needed the slot that held the way back; prepare it there again.
+                for lease in self.leases().values():
+                    await self._prepare_retained(lease)
+                raise
+            finally:
+                self._rollout = None
+            operation.epoch = version.epoch = self.epoch = epoch
+            operation.prepare_s = time.perf_counter() - started
+            versions.advance(version, VersionEvent.PREPARED, "prepared everywhere", operation.id)
+            versions.advance(version, VersionEvent.COMMIT, f"epoch {epoch}", operation.id)
+            before, self.active = self.active, version
+            if self.retained is version:
+                self.retained = None
+            if before is not None:
+                versions.advance(before, VersionEvent.RETAIN, f"{version.ref} is active", operation.id)
+                out, self.retained = self.retained, before
+                if out is not None:
+                    await self._sweep(out, f"{before.ref} is retained instead")
+
+    async def _sweep(self, version: Version, cause: str) -> None:
+        """Have nobody map a retained version any more, then free it; who does not let go keeps it."""
+        self._host.versions.advance(version, VersionEvent.SWEEP, cause)
+        await self._release_everywhere(version.tag)
+        self._collect()
+
+    async def _release_everywhere(self, tag: VersionTag) -> None:
+        async with asyncio.TaskGroup() as releases:
+            for lease in self.leases().values():
+                if lease.holds(tag):
+                    releases.create_task(self._release(lease, tag))
+
+    async def _release(self, lease: Lease, tag: VersionTag) -> None:
+        try:
+            await lease.release(tag, self.config.drain_timeout_s)
+        except ChangeoverError as error:
+            self._host.chronicle.record(
+                "inferd.release_failed",
+                error.message,
+                model=self.model,
+                version=tag.ref.version,
+                inferd=lease.name,
+            )
+
+    async def _prepare_retained(self, lease: Lease) -> None:
+        retained = self.retained
+        if retained is None or lease.has_prepared(retained.tag):
+            return
+        try:
+            await lease.prepare(retained.memory, self.config.prepare_timeout_s)
+        except ChangeoverError as error:
+            self._host.chronicle.record(
+                "inferd.not_retained",
+                error.message,
+                model=self.model,
+                version=retained.ref.version,
+                inferd=lease.name,
+            )
+
+    # --- inferds that attach ---------------------------------------------------------------------
+
+    def is_behind(self, lease: Lease) -> bool:
+        """Whether an inferd should be serving something else."""
+        return self.active is not None and (lease.serving != self.active.tag or lease.epoch != self.epoch)
+
+    async def welcome(self, lease: Lease) -> None:
+        """Adopt what an inferd holds if this loaderd has lost it, then bring the inferd up to date.
+
+        Raises PeerError if it goes away, and whatever it answers if it cannot; it goes on serving
+        what it has in any case.
+        """
+        async with self._slots_in_hand:
+            try:
+                await self._adopt_what_is_lost(lease)
+            finally:
+                if self.active is not None:
+                    self._is_found.set()
+            if self.active is not None:
+                await self._reconcile(lease, self.active)
+
+    async def recover(self, grace_s: float) -> None:
+        """After a restart: wait for an inferd that still maps the active version, else load it again.
+
+        Operations wait meanwhile.
+        """
+        async with self._one_operation:
+            try:
+                async with asyncio.timeout(grace_s):
+                    await self._is_found.wait()
+            except TimeoutError:
+                await self._restore()
+
+    async def _restore(self) -> None:
+        committed = self.recollected
+        if committed is None or self.active is not None:
+            return
+        ref = committed.tag.ref
+        operation = self._host.operations.start("restore", ref)
+        self._newest = self._newest or operation
+        error: ChangeoverError | None = None
+        try:
+            opened = await self._host.planner.open(str(ref), ref, self.config)
+            with closing(opened):
+                await self._push(operation, opened, committed.tag.digest)
+        except ChangeoverError as caught:
+            error = caught
+        self._host.operations.end(operation, error)
+
+    async def _adopt_what_is_lost(self, lease: Lease) -> None:
+        """Take memory back as long as nothing is active: from then on what is unknown is stale."""
+        if self.active is not None:
+            return
+        wanted = self.recollected.tag if self.recollected is not None else lease.serving
+        if wanted is None or not lease.holds(wanted):
+            return
+        active = await self._adopt(lease, wanted)
+        self._host.versions.advance(active, VersionEvent.CONFIRM, "it serves")
+        if lease.epoch > self.epoch or self.recollected is None:
+            # The journal was lost; what serves is found out from who serves it.
+            self._commit_found(active, Epoch(max(lease.epoch, self.epoch)))
+        active.epoch, self.active = self.epoch, active
+        before = self.recollected.previous if self.recollected is not None else None
+        if before is not None and before != wanted and lease.holds(before):
+            retained = await self._adopt(lease, before)
+            self._host.versions.advance(retained, VersionEvent.RETAIN, "it is held for rollback")
+            self.retained = retained
+
+    async def _adopt(self, lease: Lease, tag: VersionTag) -> Version:
+        """A version whose every byte, where the inferd maps it, was hashed again."""
+        versions = self._host.versions
+        version = versions.new(tag.ref)
+        try:
+            version.resident = await take_back(lease, tag, self._host.backend, versions.slabs, version.user)
+            version.config = read_config(version.resident.assets)
+            versions.advance(version, VersionEvent.ADOPT, f"handed back by inferd {lease.name}")
+        except BaseException as error:
+            versions.advance(version, VersionEvent.FAIL, _cause(error))
+            self._collect()
+            raise
+        return version
+
+    async def _reconcile(self, lease: Lease, active: Version) -> None:
+        """Bring an inferd to the active version, have it drop what is of no use, prepare what is
+        retained."""
+        wanted = {v.tag for v in (active, self.retained) if v is not None}
+        for tag in lease.held:
+            if tag not in wanted and tag != lease.serving:
+                await lease.release(tag, self.config.drain_timeout_s)
+        if self.is_behind(lease):
+            if lease.epoch > self.epoch or (lease.epoch == self.epoch and lease.serving != active.tag):
+                self._commit_found(active, Epoch(lease.epoch + 1))
+            if not lease.has_prepared(active.tag):
+                await lease.prepare(active.memory, self.config.prepare_timeout_s)
+            await lease.commit(active.tag, self.epoch, self.config.commit_timeout_s)
+            self._host.chronicle.record(
+                "inferd.reconciled",
+                f"inferd {lease.name} serves {active.tag}",
+                model=self.model,
+                version=active.ref.version,
+                inferd=lease.name,
+                epoch=self.epoch,
+            )
+        for tag in lease.held:
+            if tag not in wanted:
+                await lease.release(tag, self.config.drain_timeout_s)
+        await self._prepare_retained(lease)
+
+    def _commit_found(self, version: Version, epoch: Epoch) -> None:
+        """Journal an epoch that an inferd knows and this loaderd's journal does not."""
+        self._host.chronicle.journal.commit(version.tag, epoch, "", "found out from an inferd")
+        self.epoch = version.epoch = epoch
+
+    # --- operations ------------------------------------------------------------------------------
+
+    def _begin(self, kind: Kind, ref: VersionRef) -> Operation:
+        operation = self._host.operations.start(kind, ref)
+        before, self._newest = self._newest, operation
+        if before is not None and before.is_running and before.kind != "restore":
+            before.superseded_by = operation.id
+            self._cancel_load.set()
+            if self._rollout is not None:
+                self._rollout.abandon(before.superseded_error())
+        return operation
+
+    async def _run(
+        self, operation: Operation, work: Coroutine[Any, Any, None], take_opened: OpenedCheckpoint | None
+    ) -> None:
+        """Carry out one operation and record how it ended."""
+        error: ChangeoverError | None = None
+        try:
+            async with self._one_operation:
+                operation.check_not_superseded()
+                await work
+        except ChangeoverError as caught:
+            error = caught
+        finally:
+            work.close()
+            if take_opened is not None:
+                take_opened.close()
+        self._host.operations.end(operation, error)
+
+    def _collect(self) -> None:
+        self._host.versions.collect(tuple(self._host.leases.values()))
+
+    def _limits(self) -> RolloutLimits:
+        return RolloutLimits(
+            prepare_s=self.config.prepare_timeout_s,
+            commit_s=self.config.commit_timeout_s,
+            drain_s=self.config.drain_timeout_s,
+        )
+
+
+def _cause(error: BaseException) -> str:
+    return error.message if isinstance(error, ChangeoverError) else type(error).__name__

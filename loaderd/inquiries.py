@@ -1,0 +1,213 @@
+"""Answers that change nothing: status, versions, history, verify and diff."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loaderd.checkpoint.checkpoint import open_checkpoint
+from loaderd.checkpoint.listing import list_folders
+from loaderd.deployment import Deployment, Host
+from loaderd.lifecycle import VersionState
+from loaderd.seal.create import seal_of
+from loaderd.seal.document import read_seal
+from loaderd.versions import Version
+from shared.control import (
+    Diff,
+    DiffReport,
+    FolderReport,
+    History,
+    HistoryReport,
+    MemoryReport,
+    Operation,
+    OperationReport,
+    Status,
+    StatusReport,
+    Verify,
+    VerifyReport,
+    VersionReport,
+    Versions,
+    VersionsReport,
+)
+from shared.errors import UnknownVersion
+from shared.ids import Digest
+from shared.messages import Tag
+from shared.resident import damaged_tensors
+
+NAMES_SHOWN = 200
+"""Tensor names a diff lists of each kind; a reply must fit one frame."""
+
+
+class Inquiries:
+    """Reads the daemon's state.  Used from the event loop's thread only."""
+
+    def __init__(self, host: Host, deployments: Mapping[str, Deployment], roots: tuple[Path, ...]) -> None:
+        self._host = host
+        self._deployments = deployments
+        self._roots = roots
+        self._started_s = time.monotonic()
+
+    async def status(self, _: Status) -> StatusReport:
+        """Everything at one moment."""
+        slabs = self._host.versions.slabs
+        return StatusReport(
+            generation=self._host.chronicle.generation,
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._started_s,
+            backend=self._host.backend.name,
+            memory=(
+                MemoryReport(
+                    device=self._host.device,
+                    used_bytes=slabs.used_bytes,
+                    free_bytes=self._host.backend.free_bytes(self._host.device),
+                    peak_bytes=slabs.peak_bytes,
+                ),
+            ),
+            models=tuple(deployment.report() for _, deployment in sorted(self._deployments.items())),
+            versions=self._resident(),
+            inferds=tuple(
+                lease.report() for lease in sorted(self._host.leases.values(), key=lambda each: each.name)
+            ),
+        )
+
+    async def versions(self, _: Versions) -> VersionsReport:
+        """Resident versions, and the folders below the model roots."""
+        folders = await asyncio.to_thread(list_folders, self._roots)
+        resident = {str(version.ref) for version in self._host.versions if version.resident is not None}
+        return VersionsReport(
+            resident=self._resident(),
+            folders=tuple(
+                FolderReport(
+                    name=folder.name,
+                    root=str(folder.root),
+                    sealed=folder.is_sealed,
+                    nbytes=folder.nbytes,
+                    resident=folder.name in resident,
+                )
+                for folder in folders
+            ),
+        )
+
+    async def history(self, body: History) -> HistoryReport:
+        """The newest journal entries."""
+        return HistoryReport(entries=self._host.chronicle.journal.newest(body.model, body.limit))
+
+    async def operation(self, body: Operation) -> OperationReport:
+        """One push or rollback."""
+        return self._host.operations.get(body.operation).report()
+
+    async def verify(self, body: Verify) -> VerifyReport:
+        """Hash every resident byte of a version, beside its serving."""
+        version = self._find(body.name)
+        memory = version.memory
+        started = time.perf_counter()
+        # The slabs must outlive the hashing, whatever is swept meanwhile.
+        user = self._host.versions.hold(version)
+        try:
+            damaged = await asyncio.shield(asyncio.to_thread(damaged_tensors, memory))
+        finally:
+            self._host.versions.slabs.release(user)
+        report = VerifyReport(
+            tag=Tag.of(memory.tag),
+            against=version.verified,
+            tensors=len(memory.layout.tensors),
+            nbytes=memory.layout.total_bytes,
+            seconds=time.perf_counter() - started,
+            damaged=damaged[:NAMES_SHOWN],
+        )
+        if damaged:
+            self._host.chronicle.record(
+                "version.damaged",
+                f"{len(damaged)} tensors, the first is {damaged[0]}",
+                model=memory.tag.ref.model,
+                version=memory.tag.ref.version,
+                tensors=len(damaged),
+            )
+        return report
+
+    async def diff(self, body: Diff) -> DiffReport:
+        """Compare two versions by content, resident or not."""
+        before, after = await asyncio.gather(self._content(body.before), self._content(body.after))
+        return compare(body.before, before, body.after, after)
+
+    def _resident(self) -> tuple[VersionReport, ...]:
+        leases = tuple(self._host.leases.values())
+        reports = (self._host.versions.report(version, leases) for version in self._host.versions)
+        return tuple(report for report in reports if report is not None)
+
+    def _find(self, name: str) -> Version:
+        """A resident version by folder name, version or tag; the newest load of several."""
+        found = [
+            version
+            for version in self._host.versions
+            if version.resident is not None
+            and version.state not in (VersionState.DRAINING, VersionState.FAILED)
+            and name in (str(version.ref), version.ref.version, str(version.tag))
+        ]
+        if not found:
+            raise UnknownVersion(f"{name} is not resident", name=name)
+        return found[-1]
+
+    async def _content(self, name: str) -> Content:
+        try:
+            version = self._find(name)
+        except UnknownVersion:
+            return await asyncio.to_thread(self._content_of_folder, name)
+        return Content(
+            {t.name: (t.dtype, t.shape, t.nbytes, t.digest) for t in version.memory.layout.tensors},
+            version.asset_digests(),
+        )
+
+    def _content_of_folder(self, name: str) -> Content:
+        """From the seal, or by reading every byte where there is none.  Blocking."""
+        with open_checkpoint(self._roots, name) as checkpoint:
+            seal = (
+                read_seal(checkpoint.seal_bytes) if checkpoint.seal_bytes is not None else seal_of(checkpoint)
+            )
+        return Content(
+            {tensor: (t.dtype, t.shape, t.nbytes, t.digest) for tensor, t in seal.tensors.items()},
+            seal.asset_digests(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a version consists of, for comparison."""
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int, Digest]]  # dtype, shape, bytes, digest
+    assets: Mapping[str, Digest]
+
+
+def compare(before_name: str, before: Content, after_name: str, after: Content) -> DiffReport:
+    """The differences between two versions' contents."""
+    common = sorted(before.tensors.keys() & after.tensors.keys())
+    reshaped = tuple(n for n in common if before.tensors[n][:2] != after.tensors[n][:2])
+    changed = tuple(
+        n
+        for n in common
+        if before.tensors[n][:2] == after.tensors[n][:2] and before.tensors[n][3] != after.tensors[n][3]
+    )
+    added = tuple(sorted(after.tensors.keys() - before.tensors.keys()))
+    removed = tuple(sorted(before.tensors.keys() - after.tensors.keys()))
+    files = sorted(
+        name
+        for name in before.assets.keys() | after.assets.keys()
+        if before.assets.get(name) != after.assets.get(name)
+    )
+    lists = (changed, added, removed, reshaped)
+    return DiffReport(
+        before=before_name,
+        after=after_name,
+        changed=changed[:NAMES_SHOWN],
+        added=added[:NAMES_SHOWN],
+        removed=removed[:NAMES_SHOWN],
+        reshaped=reshaped[:NAMES_SHOWN],
+        files_changed=tuple(files),
+        changed_bytes=sum(after.tensors[n][2] for n in (*changed, *reshaped, *added)),
+        total_bytes=sum(entry[2] for entry in after.tensors.values()),
+        truncated=any(len(names) > NAMES_SHOWN for names in lists),
+    )

@@ -1,0 +1,285 @@
+"""Leases: one per handoff connection, with what its inferd maps and the requests under way.
+
+The connection is the lease.  When it ends, whatever ended it, the lease holds nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import structlog
+
+from shared.codec import HANDOFF_FRAME_BYTES, decode, encode
+from shared.control import HolderReport, InferdReport, SlotReport
+from shared.errors import DeadlineExceeded, PeerGone, PrepareFailed, ProtocolError
+from shared.fdpass import ReceivedFds, SeqpacketChannel
+from shared.handoff import (
+    FROM_INFERD,
+    Commit,
+    Committed,
+    Failed,
+    FromInferd,
+    HandBack,
+    HandedBack,
+    Hello,
+    Prepare,
+    Prepared,
+    Release,
+    Released,
+    Report,
+    SlabBatch,
+)
+from shared.ids import Epoch, LeaseId, VersionTag
+from shared.messages import Tag
+from shared.resident import ResidentVersion
+from shared.transfer import IncomingVersion, slab_batches, table_fds
+
+log = structlog.get_logger(__name__)
+
+Answer = TypeVar("Answer", bound=FromInferd)
+
+ReportSink = Callable[["Lease"], None]
+
+USABLE = frozenset({"prepared", "retained", "serving"})
+"""Slot states from which a commit succeeds."""
+
+
+class Lease:
+    """An attached inferd as loaderd sees it.  Used from the event loop's thread only."""
+
+    def __init__(self, lease_id: LeaseId, channel: SeqpacketChannel, hello: Hello) -> None:
+        self.id = lease_id
+        self.name = hello.name
+        self.model = hello.model
+        self.peer = channel.peer
+        self.epoch = Epoch(hello.epoch)
+        self.slots: tuple[SlotReport, ...] = tuple(
+            SlotReport(slot=held.slot, state=held.state, tag=held.tag) for held in hello.held
+        )
+        self._channel = channel
+        self._attached_s = time.monotonic()
+        self._load = (0, 0)
+        self._request_ids = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[FromInferd]] = {}
+        self._returns: dict[int, IncomingVersion] = {}
+        # From the moment fds are sent the memory must be counted as mapped.
+        self._holds: dict[VersionTag, float] = {held.tag.to_tag(): self._attached_s for held in hello.held}
+        self._sending = asyncio.Lock()
+
+    # --- what it has -----------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> VersionTag | None:
+        """The version that new requests run on there."""
+        return next((s.tag.to_tag() for s in self.slots if s.state == "serving" and s.tag), None)
+
+    @property
+    def held(self) -> tuple[VersionTag, ...]:
+        """Versions whose memory this inferd may map."""
+        return tuple(self._holds)
+
+    def holds(self, tag: VersionTag) -> bool:
+        """Whether this inferd may map the memory of `tag`."""
+        return tag in self._holds
+
+    def has_prepared(self, tag: VersionTag) -> bool:
+        """Whether a commit of `tag` would be a flip, without preparing anything."""
+        return any(s.tag is not None and s.tag.to_tag() == tag and s.state in USABLE for s in self.slots)
+
+    def holder_report(self, tag: VersionTag) -> HolderReport | None:
+        """How this inferd holds `tag`, for the status; None if it does not."""
+        since_s = self._holds.get(tag)
+        if since_s is None:
+            return None
+        slot = next((s for s in self.slots if s.tag is not None and s.tag.to_tag() == tag), None)
+        return HolderReport(
+            inferd=self.name,
+            pid=self.peer.pid,
+            state=slot.state if slot is not None else "mapping",
+            references=slot.references if slot is not None else 0,
+            age_s=time.monotonic() - since_s,
+        )
+
+    def report(self) -> InferdReport:
+        """This inferd as the status shows it."""
+        serving = self.serving
+        running, waiting = self._load
+        return InferdReport(
+            name=self.name,
+            pid=self.peer.pid,
+            uid=self.peer.uid,
+            model=self.model,
+            lease=self.id,
+            attached_s=time.monotonic() - self._attached_s,
+            serving=Tag.of(serving) if serving is not None else None,
+            epoch=self.epoch,
+            slots=self.slots,
+            running=running,
+            waiting=waiting,
+        )
+
+    # --- what is asked of it ---------------------------------------------------------------------
+
+    async def prepare(self, version: ResidentVersion, timeout_s: float) -> Prepared:
+        """Have the inferd map, check, build and warm a version.
+
+        Raises PrepareFailed if it cannot or answers for other bytes, DeadlineExceeded, PeerGone.
+        """
+        with self._expect() as (request_id, answer):
+            message = Prepare(
+                request_id=request_id,
+                tag=Tag.of(version.tag),
+                slabs=len(version.slabs),
+                timeout_s=timeout_s,
+            )
+            async with self._sending:  # the frames of one transfer stay together
+                self._holds.setdefault(version.tag, time.monotonic())
+                with table_fds(version) as fds:
+                    await self._channel.send(encode(message, HANDOFF_FRAME_BYTES), fds)
+                for batch, borrowed in slab_batches(request_id, version.slabs):
+                    await self._channel.send(encode(batch, HANDOFF_FRAME_BYTES), borrowed)
+            try:
+                prepared = await self._await(answer, Prepared, timeout_s, "prepare")
+            except PrepareFailed:
+                self._holds.pop(version.tag, None)
+                raise
+        if prepared.tag.to_tag() != version.tag:
+            raise PrepareFailed(
+                f"{self.name} mapped {prepared.tag.to_tag()}, offered was {version.tag}", inferd=self.name
+            )
+        return prepared
+
+    async def commit(self, tag: VersionTag, epoch: Epoch, timeout_s: float) -> Committed:
+        """Have the inferd flip to a prepared version; raises what it answers, DeadlineExceeded, PeerGone."""
+        with self._expect() as (request_id, answer):
+            message = Commit(request_id=request_id, tag=Tag.of(tag), epoch=epoch)
+            await self._channel.send(encode(message, HANDOFF_FRAME_BYTES))
+            committed = await self._await(answer, Committed, timeout_s, "commit")
+        if committed.tag.to_tag() != tag or committed.epoch != epoch:
+            raise ProtocolError(f"{self.name} confirmed {committed.tag.to_tag()} for epoch {committed.epoch}")
+        self.epoch = epoch
+        return committed
+
+    async def release(self, tag: VersionTag, timeout_s: float) -> None:
+        """Have the inferd drain and unmap a version; raises what it answers, DeadlineExceeded, PeerGone."""
+        with self._expect() as (request_id, answer):
+            message = Release(request_id=request_id, tag=Tag.of(tag), timeout_s=timeout_s)
+            await self._channel.send(encode(message, HANDOFF_FRAME_BYTES))
+            # The inferd's own time-out comes first and says who holds the version.
+            await self._await(answer, Released, timeout_s + 5.0, "release")
+        self._holds.pop(tag, None)
+
+    async def hand_back(self, tag: VersionTag, timeout_s: float) -> IncomingVersion:
+        """Receive the fds of a version that the inferd holds; the caller owns the transfer."""
+        with self._expect() as (request_id, answer):
+            message = HandBack(request_id=request_id, tag=Tag.of(tag))
+            await self._channel.send(encode(message, HANDOFF_FRAME_BYTES))
+            try:
+                await self._await(answer, HandedBack, timeout_s, "hand back")
+                return self._returns.pop(request_id)
+            finally:
+                unclaimed = self._returns.pop(request_id, None)
+                if unclaimed is not None:
+                    unclaimed.close()
+
+    def close(self) -> None:
+        """End the lease; its reader sees the end and reports it."""
+        self._channel.close()
+
+    # --- what it says ----------------------------------------------------------------------------
+
+    async def converse(self, on_report: ReportSink) -> None:
+        """Receive until the connection ends; raises PeerGone or ProtocolError when it does."""
+        try:
+            while True:
+                frame, fds = await self._channel.receive()
+                with fds:
+                    self._dispatch(decode(frame, FROM_INFERD, HANDOFF_FRAME_BYTES), fds, on_report)
+        finally:
+            gone = PeerGone(f"inferd {self.name} went away", inferd=self.name)
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(gone)
+            for incoming in self._returns.values():
+                incoming.close()
+            self._returns.clear()
+            self._holds.clear()
+
+    def _dispatch(self, message: FromInferd, fds: ReceivedFds, on_report: ReportSink) -> None:
+        match message:
+            case Report():
+                self.slots = message.slots
+                self.epoch = Epoch(message.epoch)
+                self._load = (message.running, message.waiting)
+                # What a preparation is still mapping is not in a slot yet, so holds only ever grow here.
+                for slot in message.slots:
+                    if slot.tag is not None:
+                        self._holds.setdefault(slot.tag.to_tag(), time.monotonic())
+                on_report(self)
+            case HandedBack():
+                if message.request_id not in self._answers:
+                    raise ProtocolError(f"{self.name} handed back what nobody asked for")
+                incoming = IncomingVersion(message.tag.to_tag(), message.request_id, message.slabs, fds)
+                self._returns[message.request_id] = incoming
+                if incoming.is_complete:
+                    self._settle(message.request_id, message)
+            case SlabBatch():
+                incoming_or_none = self._returns.get(message.request_id)
+                if incoming_or_none is None:
+                    raise ProtocolError(f"{self.name} sent slabs that nobody asked for")
+                incoming_or_none.add(message, fds)
+                if incoming_or_none.is_complete:
+                    done = HandedBack(
+                        request_id=message.request_id, tag=Tag.of(incoming_or_none.tag), slabs=0
+                    )
+                    self._settle(message.request_id, done)
+            case Hello():
+                raise ProtocolError(f"{self.name} said hello twice")
+            case Prepared() | Committed() | Released() | Failed():
+                self._settle(message.request_id, message)
+
+    def _settle(self, request_id: int, message: FromInferd) -> None:
+        answer = self._answers.get(request_id)
+        if answer is None:
+            # Its asker gave up; what it did shows in the next report.
+            log.info("answer.late", inferd=self.name, kind=message.kind, request=request_id)
+        elif not answer.done():
+            answer.set_result(message)
+
+    @contextmanager
+    def _expect(self) -> Iterator[tuple[int, asyncio.Future[FromInferd]]]:
+        request_id = next(self._request_ids)
+        answer: asyncio.Future[FromInferd] = asyncio.get_running_loop().create_future()
+        self._answers[request_id] = answer
+        try:
+            yield request_id, answer
+        finally:
+            del self._answers[request_id]
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # marks it as seen if nobody awaited it
+
+    async def _await(
+        self, answer: asyncio.Future[FromInferd], kind: type[Answer], timeout_s: float, verb: str
+    ) -> Answer:
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await answer
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"inferd {self.name} did not {verb} within {timeout_s:g} s", inferd=self.name
+            ) from error
+        if isinstance(message, kind):
+            return message
+        if isinstance(message, Failed):
+            cause = message.error.to_error()
+            if kind is Prepared:
+                raise PrepareFailed(
+                    f"inferd {self.name}: {cause.message}", inferd=self.name, cause=cause.code
+                ) from cause
+            raise cause
+        raise ProtocolError(f"inferd {self.name} answered {verb} with {message.kind}")

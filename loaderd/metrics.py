@@ -1,0 +1,57 @@
+"""loaderd's Prometheus metrics, computed from its state when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from loaderd.deployment import Deployment, Host
+from loaderd.slab_table import SlabTable
+
+
+class LoaderdMetrics(Collector):
+    """Weight memory, versions by state, epochs and leases."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        slabs: SlabTable,
+        host: Host,
+        deployments: Mapping[str, Deployment],
+    ) -> None:
+        self._slabs = slabs
+        self._host = host
+        self._deployments = deployments
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """One snapshot; called on the event loop's thread by the health server."""
+        yield GaugeMetricFamily(
+            "changeover_weight_bytes", "Bytes of all slabs.", value=self._slabs.used_bytes
+        )
+        yield GaugeMetricFamily(
+            "changeover_weight_peak_bytes", "Most bytes of slabs at a time.", value=self._slabs.peak_bytes
+        )
+        yield GaugeMetricFamily(
+            "changeover_weight_free_bytes",
+            "Bytes that a new slab could take.",
+            value=self._host.backend.free_bytes(self._host.device),
+        )
+        versions = GaugeMetricFamily("changeover_versions", "Versions by state.", labels=["model", "state"])
+        counts: dict[tuple[str, str], int] = {}
+        for version in self._host.versions:
+            key = (version.ref.model, str(version.state))
+            counts[key] = counts.get(key, 0) + 1
+        for (model, state), count in sorted(counts.items()):
+            versions.add_metric([model, state], count)
+        yield versions
+        epochs = GaugeMetricFamily("changeover_epoch", "Newest commit of a model.", labels=["model"])
+        leases = GaugeMetricFamily("changeover_leases", "Attached inferds of a model.", labels=["model"])
+        for model, deployment in sorted(self._deployments.items()):
+            epochs.add_metric([model], deployment.epoch)
+            leases.add_metric([model], len(deployment.leases()))
+        yield epochs
+        yield leases

@@ -1,0 +1,134 @@
+"""From a folder's name to a plan: opens the checkpoint and its seal, and asks the pure planner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loaderd.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from loaderd.config import ModelConfig
+from loaderd.placement import PlacementRules
+from loaderd.plan import Candidate, DeviceMemory, Plan, Serving, Verdict, plan_push
+from loaderd.seal.check import check_against
+from loaderd.seal.document import Seal, read_seal
+from loaderd.versions import Version, VersionTable
+from shared.control import PlanReport
+from shared.digest import file_digest
+from shared.errors import CheckpointError, PlanRefused
+from shared.ids import DeviceId, VersionRef
+from shared.memory.backend import MemoryBackend
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCheckpoint:
+    """A checkpoint with its seal, if it has one; owns the checkpoint."""
+
+    ref: VersionRef
+    folder: str
+    checkpoint: Checkpoint
+    seal: Seal | None
+
+    def close(self) -> None:
+        """Close the checkpoint; closing again does nothing."""
+        self.checkpoint.close()
+
+
+class Planner:
+    """Plans pushes against what is resident.  Used from the event loop's thread only."""
+
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        backend: MemoryBackend,
+        device: DeviceId,
+        versions: VersionTable,
+        rules: PlacementRules,
+        limit_bytes: int | None,
+    ) -> None:
+        self._roots = tuple(roots)
+        self._backend = backend
+        self._device = device
+        self._versions = versions
+        self._rules = rules
+        self._limit_bytes = limit_bytes
+
+    async def open(self, folder: str, ref: VersionRef, config: ModelConfig) -> OpenedCheckpoint:
+        """Open a folder below the model roots and hold it against its seal; the caller owns the result.
+
+        Raises UnknownVersion, CheckpointError or DigestMismatch with file, tensor and byte, or
+        CheckpointError if the model's policy asks for a seal and there is none.
+        """
+        return await asyncio.to_thread(self._open, folder, ref, config)
+
+    def _open(self, folder: str, ref: VersionRef, config: ModelConfig) -> OpenedCheckpoint:
+        checkpoint = open_checkpoint(self._roots, folder)
+        try:
+            seal = None
+            if checkpoint.seal_bytes is not None:
+                seal = read_seal(checkpoint.seal_bytes)
+                check_against(checkpoint, seal)
+            elif config.verify == "sealed":
+                raise CheckpointError(
+                    f"has no seal.json, and {ref.model} is served sealed only (seal it with "
+                    f"`loaderctl seal`)",
+                    file=folder,
+                )
+        except BaseException:
+            checkpoint.close()
+            raise
+        return OpenedCheckpoint(ref, folder, checkpoint, seal)
+
+    def plan(self, opened: OpenedCheckpoint, active: Version | None, retained: Version | None) -> Plan:
+        """Decide what a push would do, from what is resident now."""
+        candidate = Candidate(
+            name=opened.folder,
+            tensors=opened.checkpoint.tensors,
+            digests=opened.seal.tensor_digests() if opened.seal is not None else {},
+            config=opened.checkpoint.config,
+            assets={name: file_digest(data) for name, data in opened.checkpoint.assets.items()},
+            ignored=opened.checkpoint.ignored,
+        )
+        serving = None
+        if active is not None:
+            serving = Serving(
+                name=self._versions.label(active),
+                layout=active.memory.layout,
+                config=active.config,
+                assets=active.asset_digests(),
+            )
+        memory = DeviceMemory(self._backend.free_bytes(self._device), self._limit_bytes)
+        return plan_push(
+            candidate,
+            serving,
+            self._versions.residents(),
+            memory,
+            retained=self._versions.label(retained) if retained is not None else None,
+            rules=self._rules,
+        )
+
+
+def check_hot(plan: Plan, folder: str) -> None:
+    """Raise PlanRefused with the reasons unless the plan can be carried out while serving."""
+    if plan.verdict is not Verdict.HOT:
+        raise PlanRefused(f"{folder}: {'; '.join(plan.reasons)}", verdict=str(plan.verdict))
+
+
+def plan_report(plan: Plan, opened: OpenedCheckpoint) -> PlanReport:
+    """The plan as clients see it."""
+    return PlanReport(
+        name=opened.folder,
+        verdict=plan.verdict.value,
+        reasons=plan.reasons,
+        warnings=plan.warnings,
+        tensors=len(opened.checkpoint.tensors),
+        bytes_total=plan.bytes_total,
+        bytes_to_read=plan.bytes_to_read,
+        bytes_to_share=plan.bytes_to_share,
+        bytes_to_allocate=plan.bytes_to_allocate,
+        peak_bytes=plan.peak_bytes,
+        free_bytes=plan.free_bytes,
+        sweep_first=plan.sweep_first,
+        sealed=opened.seal is not None,
+    )

@@ -1,0 +1,184 @@
+"""Carries a rollout out: asks leases, writes the decision, and feeds answers back to the machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loaderd.chronicle import Chronicle
+from loaderd.leases import Lease
+from loaderd.operations import Operation, Operations
+from loaderd.rollout import (
+    Abandoned,
+    CommitBroke,
+    Committed,
+    DecisionFailed,
+    DecisionLogged,
+    Fence,
+    Finish,
+    Instruction,
+    LogDecision,
+    PrepareBroke,
+    Prepared,
+    Rollout,
+    RolloutEvent,
+    SendCommit,
+    SendRelease,
+)
+from shared.errors import ChangeoverError, DeadlineExceeded, PeerGone, PrepareFailed
+from shared.ids import Epoch, LeaseId, VersionTag
+from shared.resident import ResidentVersion
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLimits:
+    """How long the steps of a rollout may take, in seconds."""
+
+    prepare_s: float
+    commit_s: float
+    drain_s: float
+
+
+class RolloutDriver:
+    """One rollout of one resident version over the leases of its model."""
+
+    def __init__(
+        self,
+        version: ResidentVersion,
+        epoch: Epoch,
+        leases: Mapping[LeaseId, Lease],
+        limits: RolloutLimits,
+        operation: Operation,
+        operations: Operations,
+        chronicle: Chronicle,
+    ) -> None:
+        self._version = version
+        self._epoch = epoch
+        self._leases = leases
+        self._limits = limits
+        self._operation = operation
+        self._operations = operations
+        self._chronicle = chronicle
+        self._events: asyncio.Queue[RolloutEvent] = asyncio.Queue()
+        # Where it is prepared already, a rollout that comes to nothing leaves it so.
+        self._had_it = frozenset(lease.id for lease in leases.values() if lease.has_prepared(version.tag))
+
+    @property
+    def tag(self) -> VersionTag:
+        """What is rolled out."""
+        return self._version.tag
+
+    def abandon(self, error: ChangeoverError) -> None:
+        """Give the rollout up if it is not decided yet."""
+        self._events.put_nowait(Abandoned(error))
+
+    async def run(self) -> None:
+        """Return once the version is active; raises the reason if it was abandoned.
+
+        Answers that are still due then are waited for, so that nobody is left half prepared.
+        """
+        outcome: Finish | None = None
+        rollout, instructions = Rollout.begin(frozenset(self._leases))
+        self._operation.inferds_total = len(self._leases)
+        self._operation.inferds_prepared = 0
+        self._operation.inferds_committed = 0
+        async with asyncio.TaskGroup() as tasks:
+            for lease in self._leases.values():
+                tasks.create_task(self._prepare(lease))
+            deadline = asyncio.get_running_loop().call_later(
+                self._limits.prepare_s,
+                self.abandon,
+                DeadlineExceeded(f"{self.tag.ref} was not prepared within {self._limits.prepare_s:g} s"),
+            )
+            try:
+                while True:
+                    for instruction in instructions:
+                        if isinstance(instruction, Finish):
+                            outcome = instruction
+                        else:
+                            self._carry_out(instruction, tasks)
+                    if outcome is not None:
+                        break
+                    event = await self._events.get()
+                    self._count(event)
+                    rollout, instructions = rollout.handle(event)
+            finally:
+                deadline.cancel()
+        if outcome.error is not None:
+            raise outcome.error
+
+    def _carry_out(self, instruction: Instruction, tasks: asyncio.TaskGroup) -> None:
+        match instruction:
+            case LogDecision():
+                self._log_decision()
+            case SendCommit(lease_id):
+                tasks.create_task(self._commit(self._leases[lease_id]))
+            case SendRelease(lease_id):
+                tasks.create_task(self._release(self._leases[lease_id]))
+            case Fence(lease_id):
+                lease = self._leases[lease_id]
+                self._chronicle.record(
+                    "rollout.straggler",
+                    f"inferd {lease.name} did not confirm epoch {self._epoch}; its lease ends",
+                    model=lease.model,
+                    inferd=lease.name,
+                    epoch=self._epoch,
+                )
+                self._operation.warnings.append(f"inferd {lease.name} did not confirm the flip")
+                lease.close()
+
+    def _log_decision(self) -> None:
+        self._operations.enter(self._operation, "committing")
+        try:
+            self._chronicle.journal.commit(
+                self.tag, self._epoch, self._operation.id, f"{len(self._leases)} inferds prepared"
+            )
+        except ChangeoverError as error:
+            self._events.put_nowait(DecisionFailed(error))
+        else:
+            self._events.put_nowait(DecisionLogged())
+
+    def _count(self, event: RolloutEvent) -> None:
+        match event:
+            case Prepared():
+                self._operation.inferds_prepared += 1
+                self._operations.progress(self._operation)
+            case Committed():
+                self._operation.inferds_committed += 1
+            case _:
+                pass
+
+    async def _prepare(self, lease: Lease) -> None:
+        event: RolloutEvent
+        try:
+            if lease.id not in self._had_it:
+                await lease.prepare(self._version, self._limits.prepare_s)
+            event = Prepared(lease.id)
+        except PrepareFailed as error:
+            event = PrepareBroke(lease.id, error)
+        except ChangeoverError as error:
+            what = "went away while it prepared" if isinstance(error, PeerGone) else error.message
+            event = PrepareBroke(lease.id, PrepareFailed(f"inferd {lease.name}: {what}", inferd=lease.name))
+        self._events.put_nowait(event)
+
+    async def _commit(self, lease: Lease) -> None:
+        event: RolloutEvent
+        try:
+            committed = await lease.commit(self.tag, self._epoch, self._limits.commit_s)
+        except ChangeoverError as error:
+            event = CommitBroke(lease.id, error)
+        else:
+            self._operation.flip_ns.append(committed.flip_ns)
+            event = Committed(lease.id)
+        self._events.put_nowait(event)
+
+    async def _release(self, lease: Lease) -> None:
+        if lease.id in self._had_it:
+            return
+        try:
+            await lease.release(self.tag, self._limits.drain_s)
+        except ChangeoverError as error:
+            self._chronicle.record(
+                "inferd.release_failed", error.message, model=lease.model, inferd=lease.name
+            )

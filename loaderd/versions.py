@@ -1,0 +1,169 @@
+"""Every version that loaderd knows: its life, its memory and who holds it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from loaderd.chronicle import Chronicle
+from loaderd.leases import Lease
+from loaderd.lifecycle import ENDED, Lifecycle, VersionEvent, VersionState
+from loaderd.placement import Residents
+from loaderd.slab_table import SlabTable, UserId
+from shared.control import VersionReport
+from shared.digest import file_digest
+from shared.errors import InvariantError
+from shared.ids import Digest, Epoch, VersionRef, VersionTag
+from shared.messages import Tag
+from shared.resident import ResidentVersion
+
+Verified = Literal["digest", "sealed"]
+
+
+@dataclass(slots=True)
+class Version:
+    """One load of one version."""
+
+    user: UserId
+    ref: VersionRef
+    life: Lifecycle = field(default_factory=Lifecycle)
+    since_ns: int = field(default_factory=time.time_ns)
+    resident: ResidentVersion | None = None
+    verified: Verified = "digest"
+    epoch: Epoch | None = None
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def state(self) -> VersionState:
+        """Where it is in its life."""
+        return self.life.state
+
+    @property
+    def tag(self) -> VersionTag:
+        """Its tag; raises InvariantError while it is not resident."""
+        return self.memory.tag
+
+    @property
+    def memory(self) -> ResidentVersion:
+        """Its resident bytes; raises InvariantError while there are none."""
+        if self.resident is None:
+            raise InvariantError(f"{self.ref} is not resident", self.life.story)
+        return self.resident
+
+    def asset_digests(self) -> dict[str, Digest]:
+        """Flat SHA-256 of each config and tokenizer file."""
+        return {name: file_digest(data) for name, data in self.memory.assets.items()}
+
+
+class VersionTable:
+    """All versions since start that are not over, and the slabs they share.
+
+    Used from the event loop's thread only.
+    """
+
+    def __init__(self, chronicle: Chronicle, slabs: SlabTable) -> None:
+        self._chronicle = chronicle
+        self._users = itertools.count(1)
+        self._versions: dict[UserId, Version] = {}
+        self.slabs = slabs
+
+    def __iter__(self) -> Iterator[Version]:
+        return iter(tuple(self._versions.values()))
+
+    def new(self, ref: VersionRef) -> Version:
+        """A version that was just requested."""
+        version = Version(UserId(next(self._users)), ref)
+        self._versions[version.user] = version
+        return version
+
+    def advance(self, version: Version, event: VersionEvent, cause: str, operation: str = "") -> None:
+        """Move a version along its table; the step is journaled and published."""
+        before = version.state
+        version.life = version.life.advance(event, cause)
+        version.since_ns = time.time_ns()
+        facts: dict[str, str | int | float] = {"from": str(before), "to": str(version.state)}
+        if version.resident is not None:
+            facts["digest"] = version.resident.tag.digest
+        self._chronicle.record(
+            "version.state",
+            cause,
+            model=version.ref.model,
+            version=version.ref.version,
+            operation=operation,
+            **facts,
+        )
+        if version.state is VersionState.FREED:
+            self._forget(version)
+
+    def find(self, tag: VersionTag) -> Version | None:
+        """The resident version with this tag that is not on its way out."""
+        leaving = {VersionState.DRAINING, *ENDED}
+        return next(
+            (
+                version
+                for version in self._versions.values()
+                if version.resident is not None
+                and version.resident.tag == tag
+                and version.state not in leaving
+            ),
+            None,
+        )
+
+    def hold(self, version: Version) -> UserId:
+        """Keep a version's slabs until `slabs.release` of the returned user."""
+        user = UserId(next(self._users))
+        for slab in version.memory.slabs:
+            self.slabs.share(slab.entry.slab_id, user)
+        return user
+
+    def residents(self) -> Residents:
+        """What a plan may share or must count, by version label."""
+        return Residents.of(
+            {self.label(v): v.resident.layout for v in self._versions.values() if v.resident is not None}
+        )
+
+    def label(self, version: Version) -> str:
+        """The version's folder name, told apart from another load of the same folder."""
+        same = [other for other in self._versions.values() if other.ref == version.ref]
+        return str(version.ref) if len(same) == 1 else f"{version.ref} (load {version.user})"
+
+    def collect(self, leases: Sequence[Lease]) -> None:
+        """Free what is on its way out and mapped by nobody any more."""
+        for version in tuple(self._versions.values()):
+            if version.state not in (VersionState.DRAINING, VersionState.FAILED):
+                continue
+            if version.resident is not None:
+                tag = version.resident.tag
+                # Another load of the same content may be what those leases hold.
+                if self.find(tag) is None and any(lease.holds(tag) for lease in leases):
+                    continue
+            version.resident = None
+            self.slabs.release(version.user)
+            if version.state is VersionState.DRAINING:
+                self.advance(version, VersionEvent.RELEASE, "nobody maps it any more")
+            else:
+                self._forget(version)
+
+    def report(self, version: Version, leases: Sequence[Lease]) -> VersionReport | None:
+        """A resident version as the status shows it."""
+        memory = version.resident
+        if memory is None:
+            return None
+        holders = (lease.holder_report(memory.tag) for lease in leases)
+        return VersionReport(
+            tag=Tag.of(memory.tag),
+            state=str(version.state),
+            since_ns=version.since_ns,
+            nbytes=sum(slab.nbytes for slab in memory.layout.slabs),
+            shared_bytes=self.slabs.shared_bytes([slab.slab_id for slab in memory.layout.slabs]),
+            tensors=len(memory.layout.tensors),
+            verified=version.verified,
+            epoch=version.epoch,
+            holders=tuple(holder for holder in holders if holder is not None),
+        )
+
+    def _forget(self, version: Version) -> None:
+        self._versions.pop(version.user, None)
