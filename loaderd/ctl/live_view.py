@@ -5,31 +5,17 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TaskID
 
 from loaderd.ctl.follow import Conclusion
 from loaderd.ctl.operation_view import show_conclusion
+from loaderd.ctl.progress_columns import Amount, Title
 from loaderd.ctl.summary import plan_lines, reattach, version_name
 from loaderd.ctl.terminal import Terminal
 from loaderd.ctl.text import rate, size
 from shared.control import OperationReport, PushReply
 
 _STAGES = ("planning", "loading", "verifying", "preparing", "committing", "finished")
-
-
-class _Title(ProgressColumn):
-    """The task's description, never read as markup."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.description)
-
-
-class _Amount(ProgressColumn):
-    """How much of how much, in the task's own words."""
-
-    def render(self, task: Task) -> Text:
-        return Text(str(task.fields.get("amount", "")))
 
 
 class LiveView:
@@ -39,7 +25,7 @@ class LiveView:
         self._terminal = terminal
         # Redrawn by `report` alone: no thread that could write to the terminal after the end.
         self._progress = Progress(
-            _Title(), BarColumn(bar_width=32), _Amount(), console=terminal.out, auto_refresh=False
+            Title(), BarColumn(bar_width=32), Amount(), console=terminal.out, auto_refresh=False
         )
         self._is_shown = False
         self._bars: dict[str, TaskID] = {}

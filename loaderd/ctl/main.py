@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from loaderd.ctl import events_command, operation_commands, report_commands
+from loaderd.ctl import events_command, operation_commands, report_commands, seal_commands
 from loaderd.ctl.exit_codes import ExitCode, exit_code_of, help_epilog
 from loaderd.ctl.session import Session
 from loaderd.ctl.terminal import OutputClosedError, Terminal
@@ -33,6 +33,8 @@ app.command()(report_commands.versions)
 app.command()(report_commands.history)
 app.command()(report_commands.diff)
 app.command()(events_command.events)
+app.command()(seal_commands.seal)
+app.command()(seal_commands.verify)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -71,11 +71,12 @@ class Terminal:
         self.err.print(Text(printable(text), style=style), soft_wrap=True)
 
     def error(self, message: str) -> None:
-        """An error on stderr, one line per line of `message`."""
+        """An error on stderr, one line per line of `message`; all but the first are indented, so that
+        none can pass for another error."""
         first, *rest = printable_lines(message)
         self.err.print(Text.assemble(("error: ", "bold red"), first), soft_wrap=True)
         for line in rest:
-            self.err.print(Text(line), soft_wrap=True)
+            self.err.print(Text("  " + line.lstrip()), soft_wrap=True)
 
     def json(self, value: Mapping[str, object]) -> None:
         """One JSON object on one line of stdout, in ASCII, flushed."""

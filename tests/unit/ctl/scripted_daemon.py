@@ -172,6 +172,7 @@ class ScriptedDaemon:
     def _answer(self, router: zmq.Socket[bytes]) -> None:
         identity, frame = router.recv_multipart()
         request = decode(frame, REQUEST, CONTROL_FRAME_BYTES)
+        self.asked.append(request)  # before the answer, after which the test may look
         handler = self._handlers.get(request.body.verb)
         if handler is None:
             self.unexpected.append(request.body.verb)
@@ -181,7 +182,6 @@ class ScriptedDaemon:
         if answer is not None:
             router.send_multipart([identity, _frame(request, answer)])
         with self._changed:
-            self.asked.append(request)
             self._changed.notify_all()
         if request.body.verb in self._chatty:
             self.publish("operation.progress", operation=getattr(request.body, "operation", ""))

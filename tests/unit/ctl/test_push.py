@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.control import OperationReport, RollbackReply
+from shared.control import OperationReport, Push, RollbackReply
 from shared.errors import InvalidRequest, NotPermitted, UnknownVersion
 from tests.unit.ctl import reports
 from tests.unit.ctl.command_line import OnTerminal, environment, finish, run, spawn
@@ -45,13 +45,7 @@ def test_push_sends_what_was_asked(tmp_path: Path) -> None:
         daemon.on("push", reports.push_reply(None))
         run(tmp_path, "push", "smollm2-v2", "--model", "smollm2", "--dry-run")
         body = daemon.asked[0].body
-    assert body.model_dump() == {
-        "verb": "push",
-        "name": "smollm2-v2",
-        "model": "smollm2",
-        "dry_run": True,
-        "timeout_s": None,
-    }
+    assert body == Push(name="smollm2-v2", model="smollm2", dry_run=True)
 
 
 def test_json_is_one_object_per_line_and_the_last_is_the_result(tmp_path: Path) -> None:

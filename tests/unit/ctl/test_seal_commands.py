@@ -1,0 +1,127 @@
+"""`seal` and `verify`, on folders that are really hashed and on a resident version."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from loaderd.ctl.hash_progress import HashProgress
+from loaderd.ctl.terminal import Terminal
+from tests.unit.checkpoint_files import content, write_sharded
+from tests.unit.ctl import reports
+from tests.unit.ctl.command_line import OnTerminal, run
+from tests.unit.ctl.scripted_daemon import ScriptedDaemon
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shards = {
+        f"model-0000{number}-of-00002.safetensors": {
+            f"w{number}": ("F32", (256, 1024), content(number, 1 << 20))
+        }
+        for number in (1, 2)
+    }
+    return write_sharded(tmp_path / "tiny-v1", shards)
+
+
+def spoil(folder: Path) -> None:
+    """Flip one bit of the last byte of a weight file; its time stays as it was."""
+    path = folder / "model-00002-of-00002.safetensors"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_sealed_folder_verifies_with_the_same_digest(tmp_path: Path, folder: Path) -> None:
+    sealed = run(tmp_path, "seal", "tiny-v1", "--jobs", "2")
+    verified = run(tmp_path, "verify", "tiny-v1/")
+    assert (sealed.code, sealed.stderr) == (verified.code, verified.stderr) == (0, "")
+    assert sealed.stdout.splitlines()[-2].startswith("sealed: tiny-v1, 2 tensors, 4 files, 2.0 MiB in ")
+    assert verified.stdout.splitlines()[-2].startswith("verified: tiny-v1, 2 tensors, 4 files, 2.0 MiB in ")
+    assert sealed.stdout.splitlines()[-1] == verified.stdout.splitlines()[-1]
+    assert json.loads((folder / "seal.json").read_text())["digest"] in sealed.stdout
+
+
+@pytest.mark.parametrize("command", [("seal", "tiny-v1"), ("verify", "./tiny-v1")])
+def test_json_ends_with_the_result(tmp_path: Path, folder: Path, command: tuple[str, str]) -> None:
+    run(tmp_path, "seal", "tiny-v1")
+    ran = run(tmp_path, *command, "--json")
+    assert (ran.code, ran.stderr) == (0, "")
+    assert ran.json_lines[-2]["event"] == "progress"
+    assert ran.json_lines[-2]["bytes_done"] == ran.json_lines[-2]["bytes_total"]
+    result = ran.json_lines[-1]
+    assert (result["event"], result["exit_code"], result["tensors"], result["files"]) == ("result", 0, 2, 4)
+    assert result["digest"] == json.loads((folder / "seal.json").read_text())["digest"]
+
+
+def test_damage_is_exit_3_and_names_file_tensor_and_byte(tmp_path: Path, folder: Path) -> None:
+    run(tmp_path, "seal", "tiny-v1")
+    spoil(folder)
+    ran = run(tmp_path, "verify", "tiny-v1/", "--json")
+    assert ran.code == 3
+    assert "model-00002-of-00002.safetensors: tensor 'w2': byte" in ran.stderr
+    assert ran.json_lines[-1]["code"] == "digest_mismatch"
+
+
+def test_a_folder_without_a_seal_is_exit_3_and_one_that_is_not_there_is_exit_2(
+    tmp_path: Path, folder: Path
+) -> None:
+    unsealed = run(tmp_path, "verify", "tiny-v1/")
+    assert unsealed.code == 3
+    assert "not sealed" in unsealed.stderr
+    assert run(tmp_path, "verify", "./nothing").code == 2
+    assert run(tmp_path, "seal", "nothing").code == 2
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path, folder: Path) -> None:
+    ran = OnTerminal.spawn(tmp_path, "seal", "tiny-v1").finish()
+    assert ran.code == 0
+    assert "hashed ━" in ran.screen
+    assert "2.0 MiB of 2.0 MiB" in ran.screen
+
+
+def test_a_name_without_a_slash_is_a_resident_version_even_where_a_folder_has_it(
+    tmp_path: Path, folder: Path
+) -> None:
+    with ScriptedDaemon(tmp_path) as daemon:
+        daemon.on("verify", reports.verification())
+        ran = run(tmp_path, "verify", "tiny-v1")
+        assert daemon.asked[0].body.model_dump() == {"verb": "verify", "name": "tiny-v1"}
+    assert (ran.code, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines() == [
+        "smollm2-v2: 272 tensors, 257.0 MiB hashed in 250 ms, 1.0 GiB/s, against its seal",
+        f"  digest   {reports.DIGEST_2}",
+    ]
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_resident_damage_is_exit_3_and_names_every_tensor(tmp_path: Path, is_json: bool) -> None:
+    with ScriptedDaemon(tmp_path) as daemon:
+        daemon.on("verify", reports.verification(damaged=("a.weight", "b.weight")))
+        ran = run(tmp_path, "verify", "smollm2-v2", *(["--json"] if is_json else []))
+    assert ran.code == 3
+    assert ran.stderr == "error: 2 of 272 tensors are damaged\n"
+    if is_json:
+        assert ran.json_lines[0]["exit_code"] == 3
+    else:
+        assert ran.stdout.splitlines()[-2:] == ["  damaged  a.weight", "  damaged  b.weight"]
+
+
+def test_ctrl_c_stops_the_hashing_at_its_next_chunk_and_gives_the_signal_back() -> None:
+    terminal = Terminal()
+    terminal.is_json = True
+    before = signal.getsignal(signal.SIGINT)
+    with HashProgress(terminal, "hashed", clock=lambda: 0.0) as progress:
+        progress(1, 10)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            progress(2, 10)
+    assert signal.getsignal(signal.SIGINT) is before
