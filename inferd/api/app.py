@@ -20,7 +20,7 @@ from inferd.api.completions import CompletionEndpoint
 from inferd.api.endpoint import Service
 from inferd.api.errors import INTERNAL, BodyTooLarge, Fault, fault_of, shown
 from inferd.api.exchange import Frame, json_response
-from inferd.api.generation import Generations
+from inferd.api.generation import Generations, Mover
 from inferd.api.metrics import ApiMetrics
 from inferd.api.models import Models
 from inferd.api.settings import ApiSettings
@@ -50,6 +50,17 @@ class Api:
         """Refuse new requests and wait for those that run; after `deadline_s` end the rest with an error.
         Returns how many those were."""
         return await self._generations.drain(deadline_s)
+
+    def move(self, tag: VersionTag, mover: Mover) -> int:
+        """After a flip: let every request that runs on `tag` go on with the version that serves now, by
+        calling `mover` with each sequence's id and its new slot.  Returns how many were moved; their
+        answers name both versions.  On the loop's thread; raises NotReady."""
+        return self._generations.move(tag, mover)
+
+    def abort(self, tag: VersionTag) -> int:
+        """End every request on `tag` with an error that its client sees, and return how many.  On the
+        loop's thread."""
+        return self._generations.abort(tag)
 
     @property
     def running(self) -> int:

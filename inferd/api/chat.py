@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from inferd.api.endpoint import Answer, GenerationEndpoint
+from inferd.api.exchange import all_versions
 from inferd.api.generation import Piece
 from inferd.api.metrics import Endpoint
-from inferd.api.responses import Envelope, Json, Usage, chat_logprobs, finish_reason
+from inferd.api.responses import Envelope, Json, Tags, Usage, chat_logprobs, finish_reason
 from inferd.api.sampling import Prompt
 from inferd.api.schemas import ChatRequest, Message
 from inferd.engine.protocol import Tokenizer
-from shared.ids import VersionTag
 
 _CHUNK: Final = "chat.completion.chunk"
 
@@ -35,11 +35,9 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     def logprobs(self, request: ChatRequest) -> int | None:
         return (request.top_logprobs or 0) if request.logprobs else None
 
-    def answer(
-        self, request: ChatRequest, prompts: list[Prompt], tokenizer: Tokenizer, tag: VersionTag
-    ) -> Answer:
+    def answer(self, request: ChatRequest, prompts: list[Prompt], tokenizer: Tokenizer, tags: Tags) -> Answer:
         del prompts  # a chat does not echo
-        return ChatAnswer(Envelope("chatcmpl", request.model, tag), request, tokenizer)
+        return ChatAnswer(Envelope("chatcmpl", request.model, tags), request, tokenizer)
 
 
 class ChatAnswer:
@@ -60,7 +58,7 @@ class ChatAnswer:
         if not piece.text and not piece.logprobs and piece.finish is None:
             return None
         delta = {"content": piece.text} if piece.text or piece.logprobs else {}
-        more: Json = {"model_version": str(self._envelope.tag)} if piece.finish is not None else {}
+        more: Json = {"model_version": all_versions(self._envelope.tags)} if piece.finish is not None else {}
         return self._chunk(piece.index, delta, piece, **more)
 
     def closing(self, usage: Usage) -> Json:

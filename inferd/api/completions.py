@@ -7,13 +7,13 @@ from typing import ClassVar, Final
 
 from inferd.api.endpoint import Answer, GenerationEndpoint
 from inferd.api.errors import BadRequest
+from inferd.api.exchange import all_versions
 from inferd.api.generation import Piece
 from inferd.api.metrics import Endpoint
-from inferd.api.responses import Envelope, Json, Usage, completion_logprobs, finish_reason
+from inferd.api.responses import Envelope, Json, Tags, Usage, completion_logprobs, finish_reason
 from inferd.api.sampling import Prompt
 from inferd.api.schemas import CompletionRequest
 from inferd.engine.protocol import Tokenizer
-from shared.ids import VersionTag
 
 _KIND: Final = "text_completion"
 
@@ -41,10 +41,14 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         return request.logprobs
 
     def answer(
-        self, request: CompletionRequest, prompts: list[Prompt], tokenizer: Tokenizer, tag: VersionTag
+        self,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        tokenizer: Tokenizer,
+        tags: Tags,
     ) -> Answer:
         echoed = [prompt.text for prompt in prompts for _ in range(request.choices_per_prompt)]
-        return CompletionAnswer(Envelope("cmpl", request.model, tag), request, tokenizer, echoed)
+        return CompletionAnswer(Envelope("cmpl", request.model, tags), request, tokenizer, echoed)
 
     @staticmethod
     def _prompt(given: str | list[int], is_echoed: bool, tokenizer: Tokenizer) -> Prompt:
@@ -75,7 +79,7 @@ class CompletionAnswer:
     def chunk(self, piece: Piece) -> Json | None:
         if not piece.text and not piece.logprobs and piece.finish is None:
             return None
-        more: Json = {"model_version": str(self._envelope.tag)} if piece.finish is not None else {}
+        more: Json = {"model_version": all_versions(self._envelope.tags)} if piece.finish is not None else {}
         return self._envelope.around(_KIND, (self._choice(piece),), **self._usage, **more)
 
     def closing(self, usage: Usage) -> Json:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 from inferd.api.errors import BodyTooLarge
 
 
-class ClientGone(Exception):  # noqa: N818 -- nobody's error: there is no one left to tell
+class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
 
 

@@ -21,16 +21,15 @@ from inferd.api.errors import (
     ModelNotFound,
     fault_of,
 )
-from inferd.api.exchange import Exchange, json_response, to_json
+from inferd.api.exchange import Exchange, all_versions, json_response, to_json
 from inferd.api.generation import Generation, Generations, Piece
 from inferd.api.metrics import ApiMetrics, Endpoint
-from inferd.api.responses import Json, Usage
+from inferd.api.responses import Json, Tags, Usage
 from inferd.api.sampling import Prompt, sampling_params
 from inferd.api.schemas import SESSION_ID, GenerationRequest, parse_request
 from inferd.api.settings import ApiSettings
 from inferd.engine.protocol import SamplingParams, Tokenizer
 from shared.errors import ChangeoverError
-from shared.ids import VersionTag
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -96,7 +95,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         """How many alternatives are wanted per token, None without logprobs."""
 
     @abstractmethod
-    def answer(self, request: R, prompts: list[Prompt], tokenizer: Tokenizer, tag: VersionTag) -> Answer:
+    def answer(self, request: R, prompts: list[Prompt], tokenizer: Tokenizer, tags: Tags) -> Answer:
         """What tells the pieces to the client."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,13 +117,13 @@ class GenerationEndpoint(ABC, Generic[R]):
 
     async def _run(self, request: R, session_id: str | None, exchange: Exchange, send: Send) -> None:
         async with self._service.generations.open(self.name, session_id) as generation:
-            exchange.tag = generation.tag
+            exchange.tags = generation.tags
             prompts = await asyncio.to_thread(self.prompts, request, generation.tokenizer)
             sequences = self._sequences(request, prompts, generation.max_model_len)
             generation.submit(sequences, self._service.generations.sequence_ids)
             usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
             self._service.metrics.tokens("prompt", usage.prompt_tokens, generation.tag)
-            answer = self.answer(request, prompts, generation.tokenizer, generation.tag)
+            answer = self.answer(request, prompts, generation.tokenizer, generation.tags)
             if request.stream:
                 await _stream(request, generation, answer, usage, exchange, send)
             else:
@@ -235,5 +234,5 @@ def _log_failure(error: ChangeoverError, exchange: Exchange) -> None:
         error=error.message,
         request_id=exchange.request_id,
         endpoint=exchange.endpoint,
-        version=str(exchange.tag),
+        version=all_versions(exchange.tags),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -27,7 +27,7 @@ class Exchange:
 
     request_id: str
     endpoint: Endpoint = "other"
-    tag: VersionTag | None = None  # the version that answers, once there is a ticket
+    tags: Sequence[VersionTag] = ()  # the versions that answer, once there is a ticket
     status: int | None = None  # once the headers were sent
     outcome: Outcome | None = None  # where the status does not tell
 
@@ -56,14 +56,22 @@ class Frame:
         async def framed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                tag = exchange.tag or self._admission.serving()
-                message["headers"] = [*message.get("headers", ()), *_frame(exchange.request_id, tag)]
+                message["headers"] = [*message.get("headers", ()), *self._headers(exchange)]
             await send(message)
 
         try:
             await self._app(scope, receive, framed)
         finally:
-            self._metrics.answered(exchange.endpoint, _outcome(exchange), exchange.tag)
+            tag = exchange.tags[-1] if exchange.tags else None
+            self._metrics.answered(exchange.endpoint, _outcome(exchange), tag)
+
+    def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
+        headers = [(b"x-request-id", exchange.request_id.encode("ascii"))]
+        serving = self._admission.serving()
+        tags = exchange.tags or (() if serving is None else (serving,))
+        if tags:
+            headers.append((b"x-model-version", all_versions(tags).encode("ascii")))
+        return headers
 
 
 def _request_id(headers: Headers) -> str:
@@ -71,11 +79,9 @@ def _request_id(headers: Headers) -> str:
     return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
 
 
-def _frame(request_id: str, tag: VersionTag | None) -> list[tuple[bytes, bytes]]:
-    headers = [(b"x-request-id", request_id.encode("ascii"))]
-    if tag is not None:
-        headers.append((b"x-model-version", str(tag).encode("ascii")))
-    return headers
+def all_versions(tags: Sequence[VersionTag]) -> str:
+    """`v7@sha256:…`, or several in the order in which they answered."""
+    return ", ".join(map(str, tags))
 
 
 def _outcome(exchange: Exchange) -> Outcome:

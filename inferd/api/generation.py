@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain, count
 
-from inferd.api.admission import Admission, NotReady
+from inferd.api.admission import Admission, NotReady, Ticket
 from inferd.api.errors import GenerationAborted, GenerationFailed, QueueFull
 from inferd.api.hold import REQUEST, Hold
 from inferd.api.mailbox import Mailbox
@@ -24,6 +24,9 @@ from inferd.engine.protocol import (
 )
 from shared.errors import ChangeoverError, ResourceError
 from shared.ids import VersionTag
+
+Mover = Callable[[int, int], None]
+"""Lets a sequence go on in a slot: from its id and the slot."""
 
 Logprobs = tuple[tuple[TokenLogprob, tuple[TokenLogprob, ...]], ...]
 
@@ -59,21 +62,22 @@ class _Choice:
 
 
 class Generation:
-    """The sequences of one request, all on the version of its ticket.  Belongs to the event loop."""
+    """The sequences of one request, all on one version at a time.  Belongs to the event loop."""
 
     def __init__(
         self,
         engine: Engine,
+        ticket: Ticket,
         hold: Hold,
         mailbox: Mailbox,
         endpoint: Endpoint,
         metrics: ApiMetrics,
         arrived: float,
     ) -> None:
-        slot = hold.ticket.slot
-        self.tag: VersionTag = hold.ticket.tag
-        self.tokenizer: Tokenizer = engine.tokenizer(slot)
-        self.max_model_len = engine.max_model_len(slot)
+        self.tags = [ticket.tag]  # the versions that it has run on, oldest first
+        self.tokenizer: Tokenizer = engine.tokenizer(ticket.slot)
+        self.max_model_len = engine.max_model_len(ticket.slot)
+        self._slot = ticket.slot
         self._engine = engine
         self._hold = hold
         self._mailbox = mailbox
@@ -82,6 +86,11 @@ class Generation:
         self._arrived = arrived
         self._running: dict[int, _Choice] = {}  # by sequence id, without those that ended
         self._cut: ChangeoverError | None = None
+
+    @property
+    def tag(self) -> VersionTag:
+        """The version that it runs on now."""
+        return self.tags[-1]
 
     @property
     def is_finished(self) -> bool:
@@ -96,7 +105,7 @@ class Generation:
             sequence_id = next(ids)
             self._hold.join(sequence_id)
             try:
-                self._engine.submit(sequence_id, self._hold.ticket.slot, prompt, params, self._deliver)
+                self._engine.submit(sequence_id, self._slot, prompt, params, self._deliver)
             except BaseException as error:
                 self._hold.leave(sequence_id)
                 if type(error) is ResourceError:
@@ -120,6 +129,15 @@ class Generation:
                 self._read(choice, at, output)
                 gained.setdefault(choice.index, []).append(output)
         return [Piece.joined(index, parts) for index, parts in gained.items()]
+
+    def move(self, ticket: Ticket, mover: Mover) -> None:
+        """Let what still runs go on with the version of `ticket`.  The old version's ticket is kept too:
+        a step on the old one may be under way, and the engine does not tell when it has ended."""
+        self._hold.extend(ticket)
+        self._slot = ticket.slot
+        self.tags.append(ticket.tag)
+        for sequence_id in self._running:
+            mover(sequence_id, ticket.slot)
 
     def cut_off(self, error: ChangeoverError) -> None:
         """End every sequence; the reader gets `error`."""
@@ -187,12 +205,12 @@ class Generations:
         if self._is_draining:
             raise NotReady("The server is shutting down.")
         arrived = time.monotonic()
-        hold = Hold(self._admission.acquire(session_id), self._admission.release)
+        ticket = self._admission.acquire(session_id)
+        hold = Hold(ticket, self._admission.release)
         try:
-            self._metrics.admit(hold.ticket.tag)
-            generation = Generation(
-                self._engine, hold, Mailbox(asyncio.get_running_loop()), endpoint, self._metrics, arrived
-            )
+            self._metrics.admit(ticket.tag)
+            mailbox = Mailbox(asyncio.get_running_loop())
+            generation = Generation(self._engine, ticket, hold, mailbox, endpoint, self._metrics, arrived)
             self._open.add(generation)
             self._is_empty.clear()
             try:
@@ -209,6 +227,23 @@ class Generations:
     def running(self) -> int:
         """Requests inside `open`."""
         return len(self._open)
+
+    def move(self, tag: VersionTag, mover: Mover) -> int:
+        """Let every request that runs on `tag` go on with the version that serves now; returns how many.
+        Those whose prompt is still being read stay.  Raises NotReady."""
+        moved = [one for one in self._open if one.tag == tag and not one.is_finished]
+        for generation in moved:
+            ticket = self._admission.acquire(None)
+            self._metrics.admit(ticket.tag)
+            generation.move(ticket, mover)
+        return len(moved)
+
+    def abort(self, tag: VersionTag) -> int:
+        """End every request on `tag` with an error that its client sees; returns how many."""
+        ended = [one for one in self._open if one.tag == tag]
+        for generation in ended:
+            generation.cut_off(GenerationAborted("The version that answered this request is withdrawn."))
+        return len(ended)
 
     async def drain(self, deadline_s: float) -> int:
         """Take no new requests and wait until those that run have ended.  After `deadline_s` the rest is

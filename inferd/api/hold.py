@@ -1,4 +1,4 @@
-"""A ticket and everyone who still needs it."""
+"""A request's tickets and everyone who still needs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ REQUEST: Final = 0
 
 
 class Hold:
-    """Gives `ticket` back when the request and each of its sequences have let go: once, whoever is last.
+    """Gives tickets back when the request and each of its sequences have let go: once, whoever is last.
+
+    There is one ticket, or one per version that the request's sequences were moved to.
 
     A version must outlive the engine's work on it, not the client's reading: a client that is slow to
     read an answer which is complete does not keep the version in its slot, and one that went away does
@@ -22,17 +24,26 @@ class Hold:
     """
 
     def __init__(self, ticket: Ticket, give_back: Callable[[Ticket], None]) -> None:
-        self.ticket = ticket
+        self._tickets = [ticket]
         self._give_back = give_back
         self._lock = threading.Lock()
         self._holders = {REQUEST}
 
     def join(self, sequence_id: int) -> None:
-        """Hold the ticket for a sequence too; the request must still hold it."""
+        """Hold the tickets for a sequence too; the request must still hold them."""
         with self._lock:
             if REQUEST not in self._holders:
                 raise InvariantError(f"sequence {sequence_id} joins a ticket that its request gave back")
             self._holders.add(sequence_id)
+
+    def extend(self, ticket: Ticket) -> None:
+        """Hold `ticket` too; it goes back at once if nobody holds the others any more."""
+        with self._lock:
+            is_held = bool(self._holders)
+            if is_held:
+                self._tickets.append(ticket)
+        if not is_held:
+            self._give_back(ticket)
 
     def leave(self, holder: int) -> None:
         """Let go for `holder`; does nothing if it did so before."""
@@ -42,4 +53,5 @@ class Hold:
             self._holders.discard(holder)
             is_last = not self._holders
         if is_last:
-            self._give_back(self.ticket)
+            for ticket in self._tickets:
+                self._give_back(ticket)

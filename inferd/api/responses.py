@@ -14,6 +14,9 @@ from shared.ids import VersionTag
 
 Json = dict[str, Any]
 
+Tags = Sequence[VersionTag]
+"""The versions that answer a request, oldest first; grows when it is moved to another one."""
+
 _FLOOR: Final = -9999.0
 """What OpenAI writes for a logarithm of zero, which JSON cannot hold."""
 
@@ -50,7 +53,7 @@ class Envelope:
 
     prefix: str  # of the id
     model: str
-    tag: VersionTag
+    tags: Tags
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -60,7 +63,7 @@ class Envelope:
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": str(self.tag),
+            "system_fingerprint": str(self.tags[-1]),
             "choices": list(choices),
             **more,
         }

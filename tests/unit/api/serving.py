@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import uvicorn
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from inferd.api.admission import NotReady, Ticket
@@ -154,7 +155,7 @@ def serve(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        api, loop="asyncio", http="h11", lifespan="on", log_config=None, timeout_graceful_shutdown=grace_s
+        api, loop="none", http="h11", lifespan="on", log_config=None, timeout_graceful_shutdown=grace_s
     )
     server = uvicorn.Server(config)
     loops: list[asyncio.AbstractEventLoop] = []
@@ -165,7 +166,11 @@ def serve(
         loops[0].call_soon(is_started.set)
         await server.serve(sockets=[listener])
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), name="api", daemon=True)
+    def live() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the daemons do
+            runner.run(run())
+
+    thread = threading.Thread(target=live, name="api", daemon=True)
     thread.start()
     if not is_started.wait(20):
         raise InvariantError("the server did not start")

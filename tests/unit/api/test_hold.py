@@ -10,12 +10,14 @@ from inferd.api.admission import Ticket
 from inferd.api.hold import REQUEST, Hold
 from shared.errors import InvariantError
 
-from .serving import V1
+from .serving import V1, V2
+
+TICKET = Ticket(0, V1)
 
 
 def held() -> tuple[Hold, list[Ticket]]:
     given_back: list[Ticket] = []
-    return Hold(Ticket(0, V1), given_back.append), given_back
+    return Hold(TICKET, given_back.append), given_back
 
 
 def test_the_last_holder_gives_it_back() -> None:
@@ -26,7 +28,7 @@ def test_the_last_holder_gives_it_back() -> None:
     hold.leave(REQUEST)
     assert given_back == []
     hold.leave(2)
-    assert given_back == [hold.ticket]
+    assert given_back == [TICKET]
 
 
 def test_leaving_twice_changes_nothing() -> None:
@@ -38,7 +40,7 @@ def test_leaving_twice_changes_nothing() -> None:
     hold.leave(REQUEST)
     hold.leave(REQUEST)
     hold.leave(1)
-    assert given_back == [hold.ticket]
+    assert given_back == [TICKET]
 
 
 def test_nobody_joins_after_the_request_left() -> None:
@@ -63,4 +65,21 @@ def test_threads_that_leave_together_give_it_back_once() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert given_back == [hold.ticket]
+        assert given_back == [TICKET]
+
+
+def test_a_ticket_of_another_version_goes_back_with_the_first() -> None:
+    hold, given_back = held()
+    hold.join(1)
+    hold.leave(REQUEST)
+    hold.extend(Ticket(1, V2))
+    assert given_back == []
+    hold.leave(1)
+    assert given_back == [TICKET, Ticket(1, V2)]
+
+
+def test_a_ticket_that_comes_too_late_goes_back_at_once() -> None:
+    hold, given_back = held()
+    hold.leave(REQUEST)
+    hold.extend(Ticket(1, V2))
+    assert given_back == [TICKET, Ticket(1, V2)]

@@ -243,3 +243,46 @@ def test_an_engine_that_ends_a_sequence_itself_is_a_503(engine: GatedEngine) -> 
         assert seen.startswith(b"HTTP/1.1 503")
         assert b"retry-after: 1" in seen
         assert admission.wait_none_out()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_moved_names_and_holds_both_versions(engine: GatedEngine, stream: bool) -> None:
+    engine.gated.gate.set()
+    admission = CountedAdmission(V1, V2)
+    moved: list[tuple[int, int]] = []
+
+    async def flip() -> int:
+        return served.api.move(V1, lambda sequence_id, slot: moved.append((sequence_id, slot)))
+
+    with serve(engine, admission) as served, served.connect() as connection:
+        send_request(connection, stream=stream, n=2)
+        assert engine.wait_submitted(2)
+        admission.current = 1
+        assert served.call(flip()) == 1
+        assert moved == [(number, 1) for number, *_ in engine.requests]
+        assert admission.out == 2
+        assert served.call(flip()) == 0
+        engine.release("steps")
+        seen = read_until(connection, b"data: [DONE]" if stream else b'"cached_tokens":0}}}').decode()
+        assert admission.wait_none_out()
+    if stream:
+        assert f"x-model-version: {V1}\r\n" in seen  # the headers went out before
+        assert f'"model_version":"{V1}, {V2}"' in seen
+    else:
+        assert f"x-model-version: {V1}, {V2}\r\n" in seen
+    assert f'"system_fingerprint":"{V2}"' in seen
+
+
+def test_requests_of_a_withdrawn_version_end_with_an_error(engine: GatedEngine) -> None:
+    engine.gated.gate.set()
+    admission = CountedAdmission(V1, V2)
+
+    async def abort() -> tuple[int, int]:
+        return served.api.abort(V2), served.api.abort(V1)
+
+    with serve(engine, admission) as served, served.connect() as connection:
+        send_request(connection)
+        assert engine.wait_submitted(1)
+        assert served.call(abort()) == (0, 1)
+        assert read_until(connection, b'"code":"aborted"').startswith(b"HTTP/1.1 503")
+        assert admission.wait_none_out()
