@@ -199,11 +199,15 @@ class LoaderdLink:
 
     def _commit(self, message: Commit, arrived_ns: int) -> FromInferd:
         try:
-            self._slots.commit(message.tag.to_tag(), Epoch(message.epoch))
+            flipped_ns = self._slots.commit(message.tag.to_tag(), Epoch(message.epoch))
         except ChangeoverError as error:
             return Failed(request_id=message.request_id, error=WireError.of(error))
-        flip_ns = time.perf_counter_ns() - arrived_ns
-        return Committed(request_id=message.request_id, tag=message.tag, epoch=message.epoch, flip_ns=flip_ns)
+        return Committed(
+            request_id=message.request_id,
+            tag=message.tag,
+            epoch=message.epoch,
+            flip_ns=flipped_ns - arrived_ns,
+        )
 
     # --- prepare ---------------------------------------------------------------------------------
 

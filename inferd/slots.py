@@ -170,8 +170,9 @@ class Slots:
 
     # --- the flip --------------------------------------------------------------------------------
 
-    def commit(self, tag: VersionTag, epoch: Epoch) -> None:
-        """Admit new requests to `tag` from now on: one atomic exchange.
+    def commit(self, tag: VersionTag, epoch: Epoch) -> int:
+        """Admit new requests to `tag` from now on: one atomic exchange.  Returns the moment after it,
+        in ns of `time.perf_counter_ns`.
 
         Raises StaleEpoch unless `epoch` is newer than the last, InvalidRequest if `tag` is not
         prepared.  Allocates nothing that grows, touches no file and waits for nobody.
@@ -187,8 +188,10 @@ class Slots:
             SlotState.SERVING,
         ):
             raise InvalidRequest(f"{tag} is not prepared here")
+        flipped_ns = time.perf_counter_ns()
         if slot.life.state is not SlotState.SERVING:
             self._references.publish(slot.index)
+            flipped_ns = time.perf_counter_ns()
             before = next((s for s in self._slots if s.life.state is SlotState.SERVING), None)
             slot.life = slot.life.advance(SlotEvent.COMMIT, f"epoch {epoch}")
             slot.since_s = time.monotonic()
@@ -197,6 +200,7 @@ class Slots:
                 before.since_s = slot.since_s
         self.epoch = epoch
         self._on_change()
+        return flipped_ns
 
     # --- draining --------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -241,7 +240,6 @@ class Deployment:
             self._host.operations.enter(operation, "preparing")
             versions = self._host.versions
             versions.advance(version, VersionEvent.PREPARE, operation.kind, operation.id)
-            started = time.perf_counter()
             epoch = Epoch(self.epoch + 1)
             driver = RolloutDriver(
                 version.memory,
@@ -263,7 +261,6 @@ class Deployment:
             finally:
                 self._rollout = None
             operation.epoch = version.epoch = self.epoch = epoch
-            operation.prepare_s = time.perf_counter() - started
             versions.advance(version, VersionEvent.PREPARED, "prepared everywhere", operation.id)
             versions.advance(version, VersionEvent.COMMIT, f"epoch {epoch}", operation.id)
             before, self.active = self.active, version

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
@@ -78,6 +78,8 @@ class RolloutDriver:
 
         Answers that are still due then are waited for, so that nobody is left half prepared.
         """
+        started = time.perf_counter()
+        decided = started
         outcome: Finish | None = None
         rollout, instructions = Rollout.begin(frozenset(self._leases))
         self._operation.inferds_total = len(self._leases)
@@ -101,12 +103,16 @@ class RolloutDriver:
                     if outcome is not None:
                         break
                     event = await self._events.get()
+                    if isinstance(event, DecisionLogged):
+                        decided = time.perf_counter()
+                        self._operation.prepare_s = decided - started
                     self._count(event)
                     rollout, instructions = rollout.handle(event)
             finally:
                 deadline.cancel()
         if outcome.error is not None:
             raise outcome.error
+        self._operation.commit_s = time.perf_counter() - decided
 
     def _carry_out(self, instruction: Instruction, tasks: asyncio.TaskGroup) -> None:
         match instruction:
@@ -153,7 +159,19 @@ class RolloutDriver:
         event: RolloutEvent
         try:
             if lease.id not in self._had_it:
-                await lease.prepare(self._version, self._limits.prepare_s)
+                done = await lease.prepare(self._version, self._limits.prepare_s)
+                self._chronicle.publish(
+                    "inferd.prepared",
+                    f"inferd {lease.name} prepared {self.tag.ref}",
+                    model=lease.model,
+                    version=self.tag.ref.version,
+                    operation=self._operation.id,
+                    inferd=lease.name,
+                    map_s=done.map_s,
+                    verify_s=done.verify_s,
+                    build_s=done.build_s,
+                    warm_s=done.warm_s,
+                )
             event = Prepared(lease.id)
         except PrepareFailed as error:
             event = PrepareBroke(lease.id, error)

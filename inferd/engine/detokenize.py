@@ -51,10 +51,11 @@ class StopFilter:
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        # The first to be complete, whatever pieces the text comes in; of two, the one that starts first.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         held = max(_overlap(text, stop) for stop in self._stops)
         cut = len(text) - held
         self._held = text[cut:]
