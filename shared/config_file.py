@@ -59,10 +59,13 @@ def _read(path: Path) -> str:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", file=str(path)) from error
-    with os.fdopen(fd, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"{path}: not a regular file", file=str(path))
-        content = file.read(CONFIG_BYTES + 1)
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            content = file.read(CONFIG_BYTES + 1)
+    finally:
+        os.close(fd)
     if len(content) > CONFIG_BYTES:
         raise ConfigError(f"{path}: larger than {CONFIG_BYTES} bytes", file=str(path))
     try:

@@ -98,8 +98,6 @@ def configure_logs(
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
-        # Safe with a second call: what depends on level and style sits in the handler below.
-        cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(out)
     handler.setFormatter(
@@ -140,7 +138,9 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 def _renderers(style: LogStyle) -> list[Processor]:
     match style:
         case LogStyle.TERMINAL:
-            return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+            colours = "NO_COLOR" not in os.environ
+            plain = structlog.dev.plain_traceback
+            return [structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=plain)]
         case LogStyle.JSON:
             return [structlog.processors.JSONRenderer(default=_shown)]
         case LogStyle.JOURNAL:
