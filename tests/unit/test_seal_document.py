@@ -1,0 +1,131 @@
+"""`seal.json` as text: what is written is read back, what contradicts itself is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from loaderd.seal.document import SealedFile, SealedTensor, encode_seal, make_seal, read_seal
+from shared._native import sha256_leaves
+from shared.digest import LEAF_BYTES, file_digest, tensor_digest
+from shared.errors import CheckpointError
+from tests.unit.checkpoint_files import content
+
+FILE = "model.safetensors"
+
+
+def sealed(data: bytes, shape: tuple[int, ...]) -> SealedTensor:
+    leaves = sha256_leaves(data, LEAF_BYTES)
+    return SealedTensor(FILE, "U8", shape, len(data), tensor_digest(leaves), 0xABC, leaves)
+
+
+LONG = content(1, LEAF_BYTES + 100)
+SEAL = make_seal(
+    {FILE: SealedFile(1000, file_digest(b"f")), "config.json": SealedFile(2, file_digest(b"{}"))},
+    {"long": sealed(LONG, (len(LONG),)), "é": sealed(b"abc", (3,)), "empty": sealed(b"", (0, 9))},
+)
+
+
+def edited(edit: Callable[[dict[str, Any]], object]) -> bytes:
+    document = json.loads(encode_seal(SEAL))
+    edit(document)
+    return json.dumps(document).encode()
+
+
+def test_a_seal_survives_its_text() -> None:
+    raw = encode_seal(SEAL)
+    assert read_seal(raw) == SEAL
+    assert encode_seal(read_seal(raw)) == raw
+    assert SEAL.asset_digests == {"config.json": file_digest(b"{}")}
+    assert SEAL.tensor_digests["empty"] == file_digest(b"")
+    assert SEAL.tensors["long"].leaves[:32] != SEAL.tensors["long"].leaves[32:]
+
+
+def swap_leaves(document: dict[str, Any]) -> None:
+    tensor = document["tensors"]["long"]
+    tensor["leaves"] = tensor["leaves"][64:] + tensor["leaves"][:64]
+
+
+def move(document: dict[str, Any], file: str) -> None:
+    document["tensors"]["é"]["file"] = file
+
+
+def set_tensor(field: str, value: object) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document["tensors"]["long"].update({field: value})
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "format": (lambda d: d.update(format="other"), "is 'other' version 1"),
+    "version": (lambda d: d.update(version=2), "version 2, this build reads"),
+    "boolean version": (lambda d: d.update(version=True), "version True"),
+    "leaf size": (lambda d: d.update(leaf_bytes=65536), "leaves of 65536 bytes, format 1 has 262144"),
+    "unknown field": (lambda d: d.update(note=""), "the seal has an unknown field 'note'"),
+    "missing field": (lambda d: d.pop("digest"), "the seal lacks 'digest'"),
+    "files": (lambda d: d.update(files=[]), "not an object"),
+    "no tensors": (lambda d: d.update(tensors={}), "lists 0 tensors"),
+    "no config": (lambda d: d["files"].pop("config.json"), "does not list config.json"),
+    "code": (lambda d: d["files"].update({"x.py": d["files"][FILE]}), "'x.py', which is no part"),
+    "path": (lambda d: d["files"].update({"../a.safetensors": d["files"][FILE]}), "which is no part"),
+    "size": (lambda d: d["files"][FILE].update(size=-1), "has size -1"),
+    "size type": (lambda d: d["files"][FILE].update(size="1"), "has size '1'"),
+    "file digest": (lambda d: d["files"][FILE].update(sha256="sha256:AB"), "expected sha256: and 64 hex"),
+    "file field": (lambda d: d["files"][FILE].update(mtime=1), "unknown field 'mtime'"),
+    "config digest": (
+        lambda d: d["files"]["config.json"].update(sha256=file_digest(b"[]")),
+        "contradicts itself: its version digest is",
+    ),
+    "version digest": (
+        lambda d: d.update(digest=file_digest(b"")),
+        "contradicts itself: its version digest is",
+    ),
+    "unlisted file": (lambda d: move(d, "b.safetensors"), "places tensors in 'b.safetensors'"),
+    "tensor in config": (lambda d: move(d, "config.json"), "places tensors in 'config.json'"),
+    "unused file": (
+        lambda d: d["files"].update({"b.safetensors": d["files"][FILE]}),
+        "which holds no tensor",
+    ),
+    "tensor name": (lambda d: d["tensors"].update({"n" * 1025: d["tensors"]["é"]}), "1025 characters"),
+    "tensor type": (lambda d: d["tensors"].update({"long": []}), "tensor 'long' is not an object"),
+    "dtype": (set_tensor("dtype", "U9"), "dtype 'U9' is not known"),
+    "shape type": (set_tensor("shape", {}), "another type"),
+    "shape": (set_tensor("shape", [True]), "True is not a non-negative"),
+    "crc32": (set_tensor("crc32", "ABCDEF01"), "not 8 hex digits"),
+    "hex": (set_tensor("leaves", "zz"), "leaves are not hex"),
+    "half a byte": (set_tensor("leaves", "abc"), "leaves are not hex"),
+    "leaf count": (set_tensor("leaves", "00" * 32), "32 bytes of leaves, 2 leaves are expected"),
+    "leaf order": (swap_leaves, "contradicts itself: digest is"),
+    "tensor digest": (set_tensor("digest", file_digest(b"")), "contradicts itself: digest is"),
+    "renamed": (lambda d: d["tensors"].update(z=d["tensors"].pop("é")), "its version digest is"),
+    "retyped": (lambda d: d["tensors"]["é"].update(dtype="I8"), "its version digest is"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_seal_that_is_wrong_is_refused(case: str) -> None:
+    edit, reason = REFUSED[case]
+    with pytest.raises(CheckpointError) as caught:
+        read_seal(edited(edit))
+    assert reason in caught.value.reason
+    assert caught.value.file == "seal.json"
+
+
+def test_a_refusal_names_the_tensor() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_seal(edited(swap_leaves))
+    assert caught.value.tensor == "long"
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"format":"x","format":"y"}', encode_seal(SEAL)[:-3]])
+def test_text_that_is_no_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_seal(raw)
+    assert caught.value.file == "seal.json"
+
+
+def test_a_duplicate_tensor_is_refused() -> None:
+    raw = encode_seal(SEAL).replace(b'"empty"', b'"long"')
+    with pytest.raises(CheckpointError, match="duplicate key 'long'"):
+        read_seal(raw)
