@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +12,6 @@ from .resources import open_fds, slab_mappings
 
 @pytest.fixture(autouse=True)
 def _resources_return_to_baseline() -> Iterator[None]:
-    gc.collect()
     fds = open_fds()
     yield
     assert slab_mappings() == ()

@@ -135,7 +135,8 @@ def test_reads_outside_the_slab_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("offset", "nbytes", "leaf"), [(0, SLAB_BYTES, 4096), (3, 8192, 4096), (1, 100, 4096), (7, 0, 1), (0, 9, 1)]
+    ("offset", "nbytes", "leaf"),
+    [(0, SLAB_BYTES, 4096), (3, 8192, 4096), (1, 100, 4096), (7, 0, 1), (0, 9, 1)],
 )
 def test_leaves_are_hashed_one_by_one(pair: Pair, offset: int, nbytes: int, leaf: int) -> None:
     data = DATA[offset : offset + nbytes]
@@ -336,7 +337,8 @@ def test_two_f4_elements_share_a_byte(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [("F6_E2M3", (4,)), ("F128", (1,)), ("", (1,)), ("F32", (-1,)), ("F32", (2**62, 2**62))]
+    ("dtype", "shape"),
+    [("F6_E2M3", (4,)), ("F128", (1,)), ("", (1,)), ("F32", (-1,)), ("F32", (2**62, 2**62))],
 )
 def test_what_torch_cannot_show_is_refused(pair: Pair, dtype: str, shape: tuple[int, ...]) -> None:
     with pair.sealed() as slab, pytest.raises(InvalidRequest):
