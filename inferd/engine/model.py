@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inferd.engine.attention import ATTENTION
@@ -54,8 +55,9 @@ def build_model(
     module = _make_module(config)
     config.dtype = dtype
     tied = {target: source for target, source in module.all_tied_weights_keys.items() if target != source}
-    _assign(module, _match(module, dict(tensors), tied, dtype), tied)
-    _compute_buffers(module, device)
+    matched = _match(module, dict(tensors), tied, dtype)
+    _compute_buffers(module, device)  # first: the initialisation that does it fills weights, too
+    _assign(module, matched, tied)
     _refuse_meta(module)
     module.eval()
     heads = config.num_attention_heads
@@ -79,7 +81,7 @@ def build_model(
 def _read_config(assets: Path, longest: int | None) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(assets), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise InvalidRequest(f"config.json cannot be used: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise InvalidRequest("config.json asks for quantised weights, which this engine does not run")
@@ -210,31 +212,25 @@ def _assign(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], tied: 
 
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
-    """Fill buffers that no checkpoint stores by the model's own initialisation.
+    """Fill buffers that no checkpoint stores by the model's own initialisation, while the parameters
+    are still on the meta device and cannot be written.
 
     It is run over two different fills: a buffer that comes out different was left as it was."""
-    owners = [
-        owner
-        for owner in module.modules()
-        if any(b is not None and b.is_meta for b in owner._buffers.values())
-    ]
-    for owner in owners:
-        names = [leaf for leaf, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
-        if any(True for _ in owner.parameters(recurse=False)):
-            # Its initialisation would write over mapped weights.
-            raise InvalidRequest(f"{type(owner).__name__} derives {names[0]!r} beside stored weights")
+    for owner in module.modules():
+        names = sorted(leaf for leaf in owner._non_persistent_buffers_set if owner._buffers[leaf] is not None)
         results: list[list[torch.Tensor]] = []
         for fill in (0, 1):
             for leaf in names:
-                shape, dtype = owner._buffers[leaf].shape, owner._buffers[leaf].dtype
-                owner._buffers[leaf] = torch.full(shape, fill, dtype=dtype, device=device)
-            with torch.no_grad():
-                module._init_weights(owner)
+                place = owner._buffers[leaf]
+                owner._buffers[leaf] = torch.full(place.shape, fill, dtype=place.dtype, device=device)
+            if names:
+                with torch.no_grad():
+                    module._init_weights(owner)
             results.append([owner._buffers[leaf] for leaf in names])
         for leaf, one, other in zip(names, *results, strict=True):
             if not torch.equal(one, other):
                 raise InvalidRequest(
-                    f"{type(owner).__name__} does not say how its buffer {leaf!r} is derived"
+                    f"{type(owner).__name__} does not say how its buffer {leaf!r} is derived", buffer=leaf
                 )
 
 

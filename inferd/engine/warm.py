@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from time import monotonic
+from typing import NoReturn
 
 import torch
 
@@ -23,7 +24,7 @@ _SCAN_ELEMENTS = 1 << 22
 def probe_model(model: VersionModel) -> None:
     """Run one token.  Raises InvalidRequest where the model's attention is not one that the paged cache
     serves, or does not write what its config says."""
-    _Trial(model, [0]).step()
+    _Trial(model, [0]).run()
 
 
 def warm_model(model: VersionModel) -> WarmReport:
@@ -59,50 +60,51 @@ class _Trial:
         root = PrefixKey.root(model.tag.digest)
         self._sequence = Sequence(0, 0, root, list(prompt), _NEW_TOKENS, blocks=list(range(blocks)))
 
-    def step(self) -> int:
-        """Compute what is pending and append the likeliest token, which is returned."""
+    def run(self) -> torch.Tensor:
+        """Compute what is pending; the logits [vocabulary] of the next token."""
         sequence = self._sequence
         chunk = Chunk(sequence, sequence.computed, sequence.pending, is_last=True)
-        decodes = 1 if chunk.count == 1 else 0
-        logits = run_forward(self._model, self._cache, [chunk], decodes)
+        return run_forward(self._model, self._cache, [chunk], decodes=int(chunk.count == 1))[0]
+
+    def step(self) -> int:
+        """Compute what is pending and append the likeliest token, which is returned."""
+        logits = self.run()
         if not bool(torch.isfinite(logits).all()):
-            _blame(self._model, self._cache, chunk, decodes)
-        sequence.computed += chunk.count
-        token = int(logits[0].argmax())
-        sequence.tokens.append(token)
+            self._blame()
+        token = int(logits.argmax())
+        self._sequence.computed = len(self._sequence.tokens)
+        self._sequence.tokens.append(token)
         return token
 
+    def _blame(self) -> NoReturn:
+        """Run the chunk again and raise WarmupFailed for the first module that put out NaN or Inf."""
+        seen: list[str] = []
+        names = {module: name for name, module in self._model.module.named_modules()}
 
-def _blame(model: VersionModel, cache: KvCache, chunk: Chunk, decodes: int) -> None:
-    """Run the chunk again and raise WarmupFailed for the first module that put out NaN or Inf."""
-    seen: list[str] = []
-    names = {module: name for name, module in model.module.named_modules()}
+        def look(module: torch.nn.Module, _: object, output: object) -> None:
+            if not seen and isinstance(output, torch.Tensor) and not bool(torch.isfinite(output).all()):
+                seen.append(names[module])
 
-    def look(module: torch.nn.Module, _: object, output: object) -> None:
-        if not seen and isinstance(output, torch.Tensor) and not bool(torch.isfinite(output).all()):
-            seen.append(names[module])
-
-    # Modules return from the inside out, so the first to return is the innermost.
-    hooks = [module.register_forward_hook(look) for module in names]
-    try:
-        run_forward(model, cache, [chunk], decodes)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    where = seen[0] if seen else "the logits"
-    tensor = ""
-    if seen:
-        for leaf, weight in model.module.get_submodule(where).named_parameters(recurse=False):
+        # Modules return from the inside out, so the first to return is the innermost.
+        hooks = [module.register_forward_hook(look) for module in names]
+        try:
+            self.run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        module = seen[0] if seen else ""
+        where, tensor = module or "the logits", ""
+        for leaf, weight in self._model.module.get_submodule(module).named_parameters(recurse=False):
             at = _first_bad(weight)
             if at is not None:
-                tensor = f"{where}.{leaf}"
-                where = f"{where}, whose {leaf} holds {_value(weight, at)} at element {at}"
+                tensor = f"{module}.{leaf}"
+                where += f", whose {leaf} holds {_value(weight, at)} at element {at}"
                 break
-    raise WarmupFailed(
-        f"NaN or Inf after {chunk.start + chunk.count} tokens of a trial prompt, first in {where}",
-        module=seen[0] if seen else "",
-        tensor=tensor,
-    )
+        raise WarmupFailed(
+            f"NaN or Inf after {len(self._sequence.tokens)} tokens of a trial prompt, first in {where}",
+            module=module,
+            tensor=tensor,
+        )
 
 
 def _check_weights(module: torch.nn.Module) -> None:

@@ -58,6 +58,7 @@ class EngineSession:
     def __init__(self) -> None:
         self._engines: list[TransformersEngine] = []
         self._numbers = iter(range(1, 1 << 30))
+        self._submitted: list[int] = []
 
     def open(self, folder: Path | None = None, **settings: int) -> TransformersEngine:
         """A started engine; with a `folder`, version v1 is built in slot 0."""
@@ -93,8 +94,14 @@ class EngineSession:
             else list(prompt)
         )
         number, answer = next(self._numbers), Answer()
+        self._submitted.append(number)
         engine.submit(number, slot, tokens, params, answer)
         return number, answer
+
+    def cancel_all(self, engine: TransformersEngine) -> None:
+        """Cancel every sequence that this session submitted to `engine`."""
+        for number in self._submitted:
+            engine.cancel(number)
 
     def close(self) -> None:
         """Check the books of every engine and stop it."""
