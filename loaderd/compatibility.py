@@ -61,7 +61,7 @@ class ConfigChange:
     is_architecture: bool
 
     def __str__(self) -> str:
-        return f"{CONFIG_FILE}: {self.key} is {self.found}, the serving version has {self.expected}"
+        return f"{CONFIG_FILE}: {self.key} is {self.found}, the serving version's is {self.expected}"
 
 
 def compare_tensors(

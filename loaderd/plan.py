@@ -235,8 +235,8 @@ class _Changes:
         tensors = compare_tensors(found, expected)
         config = compare_configs(candidate.config, serving.config)
         refusals = [
-            *_some("tensor", "is not in the serving version", tensors.added),
-            *_some("tensor", "of the serving version is missing", tensors.removed),
+            *_some(tensors.added, "is not in the serving version", "are not in it either"),
+            *_some(tensors.removed, "of the serving version is missing", "of it are missing"),
             *_differences(sorted({*tensors.reshaped, *tensors.retyped}), found, expected),
         ]
         if tensors:
@@ -260,11 +260,11 @@ class _Changes:
         )
 
 
-def _some(what: str, problem: str, names: Sequence[str]) -> list[str]:
-    """Lines for the first few names, and one that counts the rest."""
-    lines = [f"{what} {name!r} {problem}" for name in names[:_NAMED]]
+def _some(names: Sequence[str], one: str, many: str) -> list[str]:
+    """Lines for the first few tensors, and one that counts the rest."""
+    lines = [f"tensor {name!r} {one}" for name in names[:_NAMED]]
     if len(names) > _NAMED:
-        lines.append(f"{len(names) - _NAMED} more: {what} {problem}")
+        lines.append(f"{len(names) - _NAMED} more tensors {many}")
     return lines
 
 
