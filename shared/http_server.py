@@ -76,7 +76,13 @@ class HttpServer:
         await self._stack.__aexit__(kind, error, trace)
 
     async def _serve(self) -> None:
-        await self._server.serve([self._listener])
+        try:
+            await self._server.serve([self._listener])
+        finally:
+            # uvicorn leaves its listeners open when it fails, and a loop does not close over them.
+            if self._server.started:
+                for listening in self._server.servers:
+                    listening.close()
         if not self._server.should_exit:
             raise InvariantError("the HTTP server ended while the daemon still needs it")
 
