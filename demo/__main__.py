@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from demo.daemons import DaemonStartError
+from demo.daemons import DaemonLostError
 from demo.model_source import ModelUnavailableError, Wanted
 from demo.report import build_report, expectations, judge_all
 from demo.run import Options, run_demo
@@ -45,7 +45,7 @@ def main() -> int:
 
     try:
         run, kept = asyncio.run(run_demo(Options(arguments.build, arguments.model, arguments.keep), say))
-    except (DaemonStartError, ModelUnavailableError) as error:
+    except (DaemonLostError, ModelUnavailableError) as error:
         console.print(f"error: {error}", markup=False, style="bold red", soft_wrap=True)
         return 1
     report = {**build_report(run), "seconds": round(time.monotonic() - began, 1)}

@@ -112,7 +112,8 @@ def save_random_llama(config: LlamaConfig, target: Path, seed: int) -> None:
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # ASCII alone: random weights would string other bytes together to what is no UTF-8.
+    alphabet = "".join(chr(code) for code in range(33, 127)) + "ĠĊ"  # as ByteLevel spells space and line end
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

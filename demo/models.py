@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo.commands import program
-from demo.model_source import SourceModel, Wanted, is_fresh, obtain_model, replacing
+from demo.model_source import SourceModel, Stamp, Wanted, is_fresh, obtain_model, replacing
 
 MODEL = "smollm2"
 _RECIPE = 1  # counts up when the folders below would come out otherwise
@@ -40,7 +40,7 @@ def prepare_checkpoints(build: Path, wanted: Wanted, say: Callable[[str], None])
     """
     source = obtain_model(build / "models", wanted, say)
     root = build / "demo" / ("models" if source.is_real else "models-tiny")
-    stamp: dict[str, object] = {"recipe": _RECIPE, "source": source.folder.name}
+    stamp: Stamp = {"recipe": _RECIPE, "source": source.stamp}
     if not is_fresh(root, stamp):
         say("deriving and sealing the demo's five versions")
         with replacing(root, stamp) as fresh:

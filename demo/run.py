@@ -8,9 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from demo.daemons import INFERD_NAME, Daemons, free_port, inferd_config, loaderd_config, make_run_dir
+from demo.daemons import (
+    INFERD_NAME,
+    DaemonLostError,
+    Daemons,
+    free_port,
+    inferd_config,
+    loaderd_config,
+    make_run_dir,
+)
 from demo.evidence import References
-from demo.loaderctl import CommandResult, active_tag, loaderctl, read_status
+from demo.loaderctl import CommandFailedError, CommandResult, active_tag, loaderctl, read_status
 from demo.model_source import Wanted
 from demo.models import MODEL, Checkpoints, prepare_checkpoints
 from demo.probe import probe
@@ -142,16 +150,15 @@ class Scenario:
 async def run_demo(options: Options, say: Say) -> tuple[DemoRun, Kept | None]:
     """Run the whole demo and return what was recorded.
 
-    Raises DaemonStartError if a daemon does not start, ModelUnavailableError if the real model was
-    insisted on and is out of reach.
+    Raises DaemonLostError if a daemon does not start or goes away, ModelUnavailableError if the real
+    model was insisted on and is out of reach.
     """
     build = options.build.absolute()
     checkpoints = prepare_checkpoints(build, options.wanted, say)
     say(f"model: {checkpoints.source.name}")
     texts = {version: _references(build, checkpoints, version, say) for version in ("v1", "v2")}
-    run_dir = make_run_dir(build / "demo" / "run")
-    state_dir = build / "demo" / "state"
-    shutil.rmtree(state_dir, ignore_errors=True)
+    run_dir = make_run_dir(build / "demo")
+    state_dir = run_dir / "state"
     state_dir.mkdir(mode=0o700)
     async with Daemons(run_dir, free_port()) as daemons:
         say(f"starting loaderd and inferd in {run_dir}")
@@ -159,7 +166,10 @@ async def run_demo(options: Options, say: Say) -> tuple[DemoRun, Kept | None]:
         await daemons.start("inferd", inferd_config(run_dir, daemons.port))
         traffic = Traffic(daemons.api, client_plans())
         scenario = Scenario(daemons, checkpoints, traffic, say)
-        await scenario.play()
+        try:
+            await scenario.play()
+        except CommandFailedError as error:
+            raise DaemonLostError(f"{error}\n{daemons.tails()}") from error
         status = await read_status(daemons.environment)
         kept = None
         exit_codes: dict[str, int] = {}
@@ -167,6 +177,8 @@ async def run_demo(options: Options, say: Say) -> tuple[DemoRun, Kept | None]:
             kept = Kept(run_dir, daemons.api, daemons.detach())
         else:
             exit_codes = await daemons.stop()
+    if kept is None and not any(exit_codes.values()):
+        shutil.rmtree(run_dir)
     return (
         DemoRun(
             model=checkpoints.source.name,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from demo import daemons
-from demo.daemons import Daemons, DaemonStartError, inferd_config, loaderd_config, make_run_dir
+from demo.daemons import DaemonLostError, Daemons, inferd_config, loaderd_config, make_run_dir
 from shared.run_dir import RunDir
 
 READY = """
@@ -52,7 +53,7 @@ def test_a_daemon_that_ends_early_is_an_error_with_its_log(
         async with Daemons(tmp_path, 1) as both:
             await both.start("loaderd", "")
 
-    with pytest.raises(DaemonStartError, match=r"ended with 78:\nno such device"):
+    with pytest.raises(DaemonLostError, match=r"ended with 78:\nno such device"):
         asyncio.run(scenario())
 
 
@@ -75,19 +76,19 @@ def test_leaving_the_block_ends_what_still_runs_unless_it_was_detached(
     assert asyncio.run(scenario(detach=True)) is None
 
 
-def test_the_run_directory_is_where_it_was_wanted_or_short_enough(tmp_path: Path) -> None:
-    deep = tmp_path / ("x" * 90)
-    found = make_run_dir(deep)
-    try:
-        assert found != deep
-        RunDir(found).check()
-    finally:
-        found.rmdir()
+def test_the_run_directory_is_new_and_where_it_was_wanted_or_short_enough(tmp_path: Path) -> None:
+    for parent, is_below in ((Path(tempfile.gettempdir()), True), (tmp_path / ("x" * 90), False)):
+        found = make_run_dir(parent)
+        try:
+            assert (found.parent == parent) is is_below
+            RunDir(found).check()
+            assert found.stat().st_mode & 0o077 == 0
+        finally:
+            found.rmdir()
 
 
 def test_the_configurations_are_what_the_daemons_read(tmp_path: Path) -> None:
     from inferd.config import InferdConfig
-
     from loaderd.config import LoaderdConfig
     from shared.config_file import load_config
 
