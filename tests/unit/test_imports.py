@@ -23,6 +23,8 @@ MAY_IMPORT = {
 """What each package may import of the project."""
 
 PURE = (
+    "inferd.api.admission",
+    "inferd.api.errors",
     "inferd.api.sampling",
     "inferd.api.schemas",
     "inferd.api.settings",
@@ -43,6 +45,8 @@ PURE = (
     "loaderd.plan",
     "loaderd.rollout",
     "loaderd.seal.document",
+    "loaderd.slab_table",
+    "shared.asset_bundle",
     "shared.codec",
     "shared.control",
     "shared.digest",
