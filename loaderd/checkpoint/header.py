@@ -150,10 +150,9 @@ class _Header:
     def _fields(self, name: str, value: object) -> tuple[str, tuple[int, ...], int, int]:
         if not isinstance(value, tuple):
             raise self.refusal("entry is not an object", tensor=name)
-        key = duplicate_key(value)
-        if key is not None:
-            raise self.refusal(f"duplicate key {shown(key)!r}", tensor=name)
         fields = dict(value)
+        if len(fields) != len(value):
+            raise self.refusal(f"duplicate key {shown(str(duplicate_key(value)))!r}", tensor=name)
         for key in fields:
             if key not in _FIELDS:
                 raise self.refusal(f"unknown field {shown(key)!r}", tensor=name)
