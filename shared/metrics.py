@@ -1,8 +1,9 @@
 """The Prometheus registry of a daemon.
 
-Names: `changeover_` + `loaderd_` or `inferd_` (neither for what both have) + noun + unit; base units
-(seconds, bytes), counters end in `_total`.  Labels have few values and come from configuration
-(model, version, device, slot, state, outcome), never from a request; a digest is no label.
+Names: `changeover_` + noun + unit; base units (seconds, bytes), counters end in `_total`.  Which daemon
+a series is from, the scraped socket says (and `changeover_build_info`).  Labels have few values and
+come from configuration or are bounded by what is resident (model, version, device, slot, state,
+outcome), never from a request.
 """
 
 from __future__ import annotations
