@@ -1,0 +1,1 @@
+"""Real daemons, real sockets, real (small) models, SIGKILL."""
