@@ -6,7 +6,6 @@ import time
 
 import structlog
 import zmq
-import zmq.asyncio
 
 from loaderd.journal import Journal
 from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, encode
@@ -23,9 +22,7 @@ class Chronicle:
     Used from the event loop's thread only.
     """
 
-    def __init__(
-        self, journal: Journal, generation: Generation, borrow_publisher: zmq.asyncio.Socket
-    ) -> None:
+    def __init__(self, journal: Journal, generation: Generation, borrow_publisher: zmq.Socket[bytes]) -> None:
         self.journal = journal
         self.generation = generation
         self._publisher = borrow_publisher
@@ -42,7 +39,7 @@ class Chronicle:
         **data: Fact,
     ) -> None:
         """Journal a fact, publish it and log it.  Raises ResourceError if the journal cannot be written."""
-        self.journal.append(kind, model=model, version=version, operation=operation, cause=text, **data)
+        self.journal.append(kind, model=model, version=version, operation=operation, cause=text, data=data)
         log.info(kind, text=text, model=model, version=version, operation=operation, **data)
         self.publish(kind, text, model=model, version=version, operation=operation, **data)
 
@@ -71,7 +68,4 @@ class Chronicle:
             text=text,
             data=data,
         )
-        # The shadowed blocking socket: PUB never blocks, and an awaitable nobody awaits would warn.
-        zmq.Socket.send_multipart(
-            self._publisher._shadow_sock, [kind.encode(), encode(event, CONTROL_FRAME_BYTES)], zmq.DONTWAIT
-        )
+        self._publisher.send_multipart([kind.encode(), encode(event, CONTROL_FRAME_BYTES)], zmq.DONTWAIT)

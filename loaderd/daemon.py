@@ -7,8 +7,9 @@ import grp
 import os
 import time
 import uuid
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -31,6 +32,7 @@ from loaderd.plan import Verdict as PlanVerdict
 from loaderd.planning import Planner, plan_report
 from loaderd.slab_table import SlabTable
 from loaderd.versions import VersionTable
+from shared.codec import CONTROL_FRAME_BYTES
 from shared.control import (
     Diff,
     History,
@@ -57,6 +59,9 @@ log = structlog.get_logger(__name__)
 
 SOCKET_MODE = 0o666
 """Whoever enters the run directory may ask; what they may change is decided by their credentials."""
+
+QUEUED_FRAMES = 10_000
+"""Frames that wait for a slow peer before its further ones are dropped."""
 
 MAINTAIN_EVERY_S = 2.0
 RETRY_AFTER_S = (2.0, 10.0, 60.0, 300.0)
@@ -234,9 +239,12 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
     with ExitStack() as stack:
         stack.enter_context(run_dir.only_daemon("loaderd"))
         journal = stack.enter_context(Journal(config.state_dir / "journal.jsonl"))
-        context = stack.enter_context(zmq.asyncio.Context())
-        router = _bind(stack, context, zmq.ROUTER, run_dir.control)
-        publisher = _bind(stack, context, zmq.PUB, run_dir.events)
+        context = stack.enter_context(zmq.Context())
+        router = zmq.asyncio.Context.shadow(context.underlying).socket(zmq.ROUTER)
+        stack.enter_context(_bound(router, run_dir.control))
+        # Not an asyncio socket: PUB never waits, it drops.
+        publisher = context.socket(zmq.PUB)
+        stack.enter_context(_bound(publisher, run_dir.events))
         chronicle = Chronicle(journal, Generation(str(uuid.uuid4())), publisher)
         listener = stack.enter_context(listen_seqpacket(run_dir.handoff, SOCKET_MODE))
         stack.callback(run_dir.handoff.unlink, missing_ok=True)
@@ -276,12 +284,16 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             chronicle.record("daemon.stopping", reason)
 
 
-def _bind(stack: ExitStack, context: zmq.asyncio.Context, kind: int, path: Any) -> zmq.asyncio.Socket:
-    socket = context.socket(kind)
-    stack.callback(socket.close, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
-    socket.setsockopt(zmq.SNDHWM, 10_000)
-    socket.bind(f"ipc://{path}")
-    path.chmod(SOCKET_MODE)
-    stack.callback(path.unlink, missing_ok=True)
-    return socket
+@contextmanager
+def _bound(take_socket: zmq.Socket[Any], path: Path) -> Iterator[None]:
+    """Bind a ZeroMQ socket for the time of the block; the file goes with it."""
+    with closing(take_socket):
+        take_socket.setsockopt(zmq.LINGER, 0)
+        take_socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_FRAME_BYTES)
+        take_socket.setsockopt(zmq.SNDHWM, QUEUED_FRAMES)
+        take_socket.bind(f"ipc://{path}")
+        path.chmod(SOCKET_MODE)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

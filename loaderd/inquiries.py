@@ -170,7 +170,7 @@ class Inquiries:
             )
         return Content(
             {tensor: (t.dtype, t.shape, t.nbytes, t.digest) for tensor, t in seal.tensors.items()},
-            seal.asset_digests(),
+            seal.asset_digests,
         )
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -71,8 +71,8 @@ class Journal:
         version: str = "",
         operation: str = "",
         cause: str = "",
+        data: Mapping[str, Fact] | None = None,
         durable: bool = False,
-        **data: Fact,
     ) -> HistoryEntry:
         """Write one entry; with `durable` it is on disk when this returns (blocking for one fdatasync).
         Raises ResourceError if the disk refuses it; the journal then is as it was."""
@@ -84,7 +84,7 @@ class Journal:
             version=version,
             operation=operation,
             cause=cause,
-            data=data,
+            data=dict(data or {}),
         )
         self._write(_line(entry), durable)
         self._recent.append(entry)
@@ -99,9 +99,8 @@ class Journal:
             version=tag.ref.version,
             operation=operation,
             cause=cause,
+            data={"digest": tag.digest, "epoch": epoch},
             durable=True,
-            digest=tag.digest,
-            epoch=epoch,
         )
 
     def newest(self, model: str | None, limit: int) -> tuple[HistoryEntry, ...]:

@@ -85,7 +85,7 @@ class Planner:
         candidate = Candidate(
             name=opened.folder,
             tensors=opened.checkpoint.tensors,
-            digests=opened.seal.tensor_digests() if opened.seal is not None else {},
+            digests=opened.seal.tensor_digests if opened.seal is not None else {},
             config=opened.checkpoint.config,
             assets={name: file_digest(data) for name, data in opened.checkpoint.assets.items()},
             ignored=opened.checkpoint.ignored,

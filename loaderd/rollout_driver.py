@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
