@@ -30,6 +30,7 @@ HASH_DEADLINE_S = 600.0
 """For verify and diff, which hash or compare every byte of a version."""
 
 _PROBE_S = 1.0
+_GRACE_S = 0.25  # for a daemon that answers, at the deadline, that it has passed
 _HELP = "try: systemctl status loaderd"
 
 R = TypeVar("R", bound=Result)
@@ -94,12 +95,12 @@ class ControlClient:
     def _exchange(self, request: Request, end_ns: int, deadline_s: float) -> Reply:
         connection = self._connect()
         if not connection.poll(_left_ms(end_ns), zmq.POLLOUT):
-            _probe(self._run_dir.control)  # the better message, if it went away since
+            _probe(self._run_dir.control)  # it may have gone away since
             raise DaemonUnreachable(
                 f"{self._run_dir.control} accepts connections, but nobody speaks ZeroMQ there; {_HELP}"
             )
         connection.send(encode(request, CONTROL_FRAME_BYTES), zmq.NOBLOCK)
-        while connection.poll(_left_ms(end_ns), zmq.POLLIN):
+        while connection.poll(_left_ms(end_ns + round(_GRACE_S * 1e9)), zmq.POLLIN):
             frames = connection.recv_multipart(zmq.NOBLOCK)
             if len(frames) != 1:
                 raise ProtocolError(f"reply of {len(frames)} frames on {self._run_dir.control}, expected 1")
@@ -111,9 +112,13 @@ class ControlClient:
             # A daemon that could not read the request cannot know its id.
             if reply.request_id == request.request_id or (not reply.request_id and reply.error is not None):
                 return reply
+        unanswered = f"{request.body.verb} was sent and not answered; whether it is carried out is not known"
+        try:
+            _probe(self._run_dir.control)
+        except DaemonUnreachable as error:
+            raise DaemonUnreachable(f"{error.message}; {unanswered}") from error
         raise DaemonUnreachable(
-            f"loaderd did not answer {request.body.verb} on {self._run_dir.control} "
-            f"within {deadline_s:g} s; {_HELP}"
+            f"no answer on {self._run_dir.control} within {deadline_s:g} s; {_HELP}; {unanswered}"
         )
 
     def _connect(self) -> zmq.Socket[bytes]:

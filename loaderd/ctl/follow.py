@@ -9,7 +9,7 @@ from typing import Protocol, assert_never
 
 from loaderd.ctl.exit_codes import ExitCode
 from shared.control import Event, Operation, OperationReport
-from shared.errors import CallerError, DaemonUnreachable, DeadlineExceeded, NotPermitted
+from shared.errors import ChangeoverError, InvalidRequest, NotPermitted, ProtocolError, UnknownVersion
 
 ASK_EVERY_S = 0.5
 ANSWER_WITHIN_S = 2.0
@@ -86,7 +86,7 @@ class Follower:
     def run(self) -> Conclusion:
         """Block until there is a conclusion.
 
-        Raises DaemonUnreachable or a CallerError where loaderd never spoke of the operation.
+        Raises NotPermitted and ProtocolError, and any error where loaderd never spoke of the operation.
         """
         start = self.clock()
         lost_at: float | None = None
@@ -95,18 +95,21 @@ class Follower:
                 report = self.client.ask(
                     Operation(operation=self.operation), OperationReport, self._answer_within(start)
                 )
-            except (DaemonUnreachable, DeadlineExceeded) as error:
+            except (NotPermitted, ProtocolError):
+                raise
+            except (InvalidRequest, UnknownVersion) as error:
+                if not self.is_known:
+                    raise
+                return self._conclude(
+                    ExitCode.FAILED, f"loaderd does not know {self.operation} any more: {error.message}"
+                )
+            except ChangeoverError as error:
+                # Away, overloaded or out of order: that says nothing about the operation.
                 if not self.is_known:
                     raise
                 if lost_at is None:
                     lost_at = self.clock()
                     self.watcher.lost(error.message)
-            except CallerError as error:
-                if not self.is_known or isinstance(error, NotPermitted):
-                    raise
-                return self._conclude(
-                    ExitCode.FAILED, f"loaderd does not know {self.operation} any more: {error.message}"
-                )
             else:
                 self.is_known = True
                 if lost_at is not None:

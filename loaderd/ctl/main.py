@@ -70,23 +70,19 @@ def main() -> None:
         # A locale that lacks a character must not stop a push from being watched.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     session = Session.start()
-    sys.exit(_run(session))
+    try:
+        code = _run(session)
+    except OutputClosedError:
+        session.terminal.discard()
+        code = ExitCode.CLOSED_PIPE
+    sys.exit(code)
 
 
-def _run(session: Session) -> ExitCode | int:
+def _run(session: Session) -> ExitCode:
     try:
         app(obj=session, prog_name="loaderctl")
     except ChangeoverError as error:
-        try:
-            return _tell(session.terminal, error)
-        except OutputClosedError:
-            session.terminal.discard()
-            return ExitCode.CLOSED_PIPE
-    except OutputClosedError:
-        session.terminal.discard()
-        return ExitCode.CLOSED_PIPE
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        return _tell(session.terminal, error)
     return ExitCode.DONE
 
 

@@ -53,8 +53,16 @@ class Ran:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Variables of a run: nothing that a developer's shell might set for colours or sockets."""
-    unset = {"CHANGEOVER_RUN_DIR", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE"}
+    """Variables of a run: without what a developer's shell might set for colours, sockets and buffers."""
+    unset = {
+        "CHANGEOVER_RUN_DIR",
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "COLUMNS",
+        "LINES",
+        "TTY_COMPATIBLE",
+        "PYTHONUNBUFFERED",
+    }
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     return {**kept, "TERM": "xterm-256color", "TZ": "UTC", "PYTHONPATH": str(ROOT), **changes}
 

@@ -10,7 +10,15 @@ import pytest
 from loaderd.ctl.exit_codes import ExitCode
 from loaderd.ctl.follow import RETURN_WITHIN_S, Follower, outcome
 from shared.control import Event, Operation, OperationReport, OperationState
-from shared.errors import ChangeoverError, DaemonUnreachable, DeadlineExceeded, InvalidRequest, NotPermitted
+from shared.errors import (
+    ChangeoverError,
+    DaemonUnreachable,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotPermitted,
+    ProtocolError,
+    ResourceError,
+)
 from tests.unit.ctl import reports
 from tests.unit.ctl.reports import OPERATION
 
@@ -106,7 +114,9 @@ def test_an_operation_that_ends_at_the_timeout_has_ended() -> None:
 
 
 def test_away_is_told_once_and_so_is_the_return() -> None:
-    stage = Stage([reports.operation(), AWAY, AWAY, DeadlineExceeded("late"), reports.ended()])
+    stage = Stage(
+        [reports.operation(), AWAY, DeadlineExceeded("late"), ResourceError("busy"), reports.ended()]
+    )
     assert stage.follower().run().code is ExitCode.DONE
     assert stage.seen == ["loading", "lost", "found", "finished"]
 
@@ -133,6 +143,7 @@ def test_an_operation_that_was_known_once_and_is_not_any_more_has_failed() -> No
     assert "does not know" in conclusion.message
 
 
-def test_not_permitted_is_never_taken_for_a_failed_push() -> None:
-    with pytest.raises(NotPermitted):
-        Stage([reports.operation(), NotPermitted("no")]).follower().run()
+@pytest.mark.parametrize("error", [NotPermitted("no"), ProtocolError("another protocol")])
+def test_an_answer_that_asking_again_cannot_change_ends_the_wait(error: ChangeoverError) -> None:
+    with pytest.raises(type(error)):
+        Stage([reports.operation(), error]).follower().run()

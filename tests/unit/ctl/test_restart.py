@@ -21,6 +21,14 @@ def test_a_push_is_followed_to_its_end_without_a_single_event(tmp_path: Path) ->
     assert (ran.code, ran.stderr) == (0, "")
 
 
+def test_a_push_is_followed_where_there_is_no_event_socket(tmp_path: Path) -> None:
+    with ScriptedDaemon(tmp_path) as daemon:
+        (tmp_path / "events.sock").unlink()
+        daemon.on("push", reports.push_reply()).on("operation", reports.ended())
+        ran = run(tmp_path, "push", "smollm2-v2")
+    assert (ran.code, ran.stderr) == (0, "")
+
+
 def test_events_that_cannot_be_read_do_no_harm(tmp_path: Path) -> None:
     with ScriptedDaemon(tmp_path) as daemon:
         daemon.on("push", reports.push_reply()).on("operation", reports.operation())

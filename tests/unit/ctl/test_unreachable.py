@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,13 @@ import pytest
 
 from loaderd.ctl.client import ControlClient
 from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, encode
-from shared.control import Push, PushReply, Reply, Status, StatusReport
+from shared.control import Push, PushReply, Reply, Status, StatusReport, Verb
 from shared.errors import DaemonUnreachable, NotPermitted, ProtocolError
 from shared.messages import WireError
 from shared.run_dir import RunDir
 from tests.unit.ctl import reports
 from tests.unit.ctl.command_line import environment, run
-from tests.unit.ctl.scripted_daemon import ScriptedDaemon
+from tests.unit.ctl.scripted_daemon import WAIT_S, ScriptedDaemon
 
 
 @pytest.fixture
@@ -78,10 +79,39 @@ def test_silence_is_unreachable_after_the_deadline_and_a_late_answer_is_dropped(
 ) -> None:
     with ScriptedDaemon(tmp_path) as daemon:
         daemon.on("status", None)
-        with pytest.raises(DaemonUnreachable, match=r"did not answer status on .* within 0\.2 s"):
+        with pytest.raises(DaemonUnreachable, match=r"no answer on .* within 0\.2 s.* status was sent"):
             client.ask(Status(), StatusReport, 0.2)
         daemon.on("status", reports.status(pid=1))
         assert client.ask(Status(), StatusReport).pid == 1
+
+
+def test_a_late_error_without_an_id_is_not_taken_for_the_next_answer(
+    tmp_path: Path, client: ControlClient
+) -> None:
+    late = Reply(protocol=PROTOCOL_VERSION, request_id="", error=WireError(code="protocol", message="late"))
+    is_given_up = threading.Event()
+
+    def answer_late(_: Verb) -> bytes:
+        is_given_up.wait(WAIT_S)
+        daemon.on("status", reports.status())
+        return encode(late, CONTROL_FRAME_BYTES)
+
+    with ScriptedDaemon(tmp_path) as daemon:
+        daemon.on("status", answer_late)
+        with pytest.raises(DaemonUnreachable):
+            client.ask(Status(), StatusReport, 0.2)
+        is_given_up.set()
+        assert client.ask(Status(), StatusReport) == reports.status()
+
+
+def test_a_daemon_that_went_away_since_the_last_request_is_said_to_be_away(
+    tmp_path: Path, client: ControlClient
+) -> None:
+    with ScriptedDaemon(tmp_path) as daemon:
+        daemon.on("status", reports.status())
+        client.ask(Status(), StatusReport)
+    with pytest.raises(DaemonUnreachable, match="loaderd is not there"):
+        client.ask(Status(), StatusReport, 0.2)
 
 
 def test_a_reply_to_another_request_is_not_taken(tmp_path: Path, client: ControlClient) -> None:
