@@ -10,7 +10,7 @@ import zmq
 from loaderd.journal import Journal
 from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, encode
 from shared.control import Event
-from shared.errors import Fact
+from shared.errors import Fact, ResourceError
 from shared.ids import Generation
 
 log = structlog.get_logger(__name__)
@@ -38,8 +38,17 @@ class Chronicle:
         operation: str = "",
         **data: Fact,
     ) -> None:
-        """Journal a fact, publish it and log it.  Raises ResourceError if the journal cannot be written."""
-        self.journal.append(kind, model=model, version=version, operation=operation, cause=text, data=data)
+        """Journal a fact, publish it and log it.
+
+        A full disk leaves a gap in the history and a line in the log; it does not stop what happened
+        from having happened.  Only the decision to commit must be on disk: see `Journal.commit`.
+        """
+        try:
+            self.journal.append(
+                kind, model=model, version=version, operation=operation, cause=text, data=data
+            )
+        except ResourceError as error:
+            log.error("history.gap", kind=kind, error=error.message)
         log.info(kind, text=text, model=model, version=version, operation=operation, **data)
         self.publish(kind, text, model=model, version=version, operation=operation, **data)
 

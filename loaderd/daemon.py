@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 import zmq
 import zmq.asyncio
+from prometheus_client import CollectorRegistry
 
 from loaderd.authorisation import Policy
 from loaderd.chronicle import Chronicle
@@ -190,7 +191,8 @@ class Loaderd:
             self._attempts[lease.id] = (0, 0.0)
 
     async def maintain(self) -> None:
-        """Bring inferds that are behind up to date, again and again with longer waits."""
+        """Bring inferds that are behind up to date, and have them let go of what nobody needs; again and
+        again, with longer waits."""
         while True:
             await asyncio.sleep(MAINTAIN_EVERY_S)
             for lease in tuple(self.handoff.leases.values()):
@@ -198,7 +200,7 @@ class Loaderd:
                 deployment = self.deployments.get(lease.model)
                 if deployment is None or time.monotonic() < not_before:
                     continue
-                if deployment.is_behind(lease):
+                if deployment.is_behind(lease) or deployment.holds_needlessly(lease):
                     self._spawn(self._welcome(lease))
 
     def recover(self) -> None:
@@ -218,9 +220,9 @@ class Loaderd:
             return Verdict(False, "no verified version is active")
         return Verdict(True, details=active)
 
-    def metrics_source(self) -> tuple[SlabTable, Host, dict[str, Deployment]]:
-        """What the metrics are computed from."""
-        return self.slabs, self._host, self.deployments
+    def export_metrics(self, registry: CollectorRegistry) -> None:
+        """Compute this daemon's metrics whenever the registry is scraped."""
+        LoaderdMetrics(registry, self.slabs, self._host, self.deployments)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._supervisor.start(work, name=getattr(work, "__qualname__", "work"), may_end=True)
@@ -252,7 +254,7 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             supervisor = Supervisor()
             loaderd = Loaderd(config, chronicle, supervisor)
             stack.callback(loaderd.slabs.close)
-            LoaderdMetrics(registry, *loaderd.metrics_source())
+            loaderd.export_metrics(registry)
             await serving.enter_async_context(supervisor)
             await serving.enter_async_context(
                 HealthServer(run_dir.loaderd_health, pulse.verdict, loaderd.ready, registry)

@@ -317,6 +317,15 @@ class Deployment:
         """Whether an inferd should be serving something else."""
         return self.active is not None and (lease.serving != self.active.tag or lease.epoch != self.epoch)
 
+    def holds_needlessly(self, lease: Lease) -> bool:
+        """Whether an inferd keeps memory of a version that is on its way out, or that nobody knows."""
+        if self.active is None or self._slots_in_hand.locked():
+            return False  # not known yet, or a rollout is about to need it
+        return any(tag not in self._wanted() and tag != lease.serving for tag in lease.held)
+
+    def _wanted(self) -> set[VersionTag]:
+        return {version.tag for version in (self.active, self.retained) if version is not None}
+
     async def welcome(self, lease: Lease) -> None:
         """Adopt what an inferd holds if this loaderd has lost it, then bring the inferd up to date.
 
@@ -396,9 +405,8 @@ class Deployment:
     async def _reconcile(self, lease: Lease, active: Version) -> None:
         """Bring an inferd to the active version, have it drop what is of no use, prepare what is
         retained."""
-        wanted = {v.tag for v in (active, self.retained) if v is not None}
         for tag in lease.held:
-            if tag not in wanted and tag != lease.serving:
+            if tag not in self._wanted() and tag != lease.serving:
                 await lease.release(tag, self.config.drain_timeout_s)
         if self.is_behind(lease):
             if lease.epoch > self.epoch or (lease.epoch == self.epoch and lease.serving != active.tag):
@@ -415,8 +423,9 @@ class Deployment:
                 epoch=self.epoch,
             )
         for tag in lease.held:
-            if tag not in wanted:
+            if tag not in self._wanted():
                 await lease.release(tag, self.config.drain_timeout_s)
+        self._collect()
         await self._prepare_retained(lease)
 
     def _commit_found(self, version: Version, epoch: Epoch) -> None:
