@@ -1,0 +1,114 @@
+"""The journal: what a restarted loaderd reads back, after clean ends, crashes and full disks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from loaderd import journal as journal_module
+from loaderd.journal import Journal
+from shared.errors import ConfigError, ResourceError
+from shared.ids import Digest, Epoch, VersionRef, VersionTag
+
+
+def _tag(version: str, fill: str = "a") -> VersionTag:
+    return VersionTag(VersionRef("smollm2", version), Digest("sha256:" + fill * 64))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.jsonl"
+
+
+def test_it_remembers_the_last_two_commits(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.commit(_tag("v1"), Epoch(1), "op1", "first")
+        journal.append("version.state", model="smollm2", version="v1", cause="x", data={"to": "active"})
+        journal.commit(_tag("v2", "b"), Epoch(2), "op2", "second")
+    with Journal(path) as journal:
+        committed = journal.recollection.committed["smollm2"]
+        assert committed.tag == _tag("v2", "b")
+        assert committed.epoch == 2
+        assert committed.previous == _tag("v1")
+        assert [entry.kind for entry in journal.newest(None, 10)] == ["commit", "version.state", "commit"]
+
+
+def test_sequences_go_on_after_a_restart(path: Path) -> None:
+    with Journal(path) as journal:
+        first = journal.append("daemon.started")
+    with Journal(path) as journal:
+        assert journal.append("daemon.started").sequence == first.sequence + 1
+
+
+@pytest.mark.parametrize("cut_bytes", [1, 5, 40])
+def test_a_torn_last_line_is_dropped(path: Path, cut_bytes: int) -> None:
+    with Journal(path) as journal:
+        journal.commit(_tag("v1"), Epoch(1), "op1", "first")
+        journal.commit(_tag("v2", "b"), Epoch(2), "op2", "second")
+    os.truncate(path, path.stat().st_size - cut_bytes)
+    with Journal(path) as journal:
+        assert journal.recollection.committed["smollm2"].tag == _tag("v1")
+        journal.append("daemon.started")
+    with Journal(path) as journal:  # what was written after the torn line is readable
+        assert [entry.kind for entry in journal.newest(None, 10)] == ["commit", "daemon.started"]
+
+
+def test_damage_before_the_last_line_is_refused(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.append("daemon.started")
+        journal.append("daemon.stopping")
+    raw = path.read_bytes()
+    path.write_bytes(b"{" + raw[2:])
+    with pytest.raises(ConfigError, match="entry 1 is damaged"):
+        Journal(path)
+
+
+def test_a_full_disk_leaves_the_journal_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Journal(path) as journal:
+        journal.append("daemon.started")
+        before = path.read_bytes()
+        real_write = os.write
+
+        def half(fd: int, data: memoryview) -> int:
+            if len(data) > 20:
+                return real_write(fd, data[:20])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(journal_module.os, "write", half)
+        with pytest.raises(ResourceError, match="No space left"):
+            journal.commit(_tag("v1"), Epoch(1), "op", "never decided")
+        monkeypatch.undo()
+        assert path.read_bytes() == before
+        assert journal.recollection.committed == {}
+        journal.append("daemon.stopping")
+    with Journal(path) as journal:
+        assert [entry.kind for entry in journal.newest(None, 10)] == ["daemon.started", "daemon.stopping"]
+
+
+def test_a_long_journal_is_shortened_but_keeps_the_commits(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "KEEP_ENTRIES", 20)
+    monkeypatch.setattr(journal_module, "COMPACT_ABOVE_BYTES", 1000)
+    with Journal(path) as journal:
+        journal.commit(_tag("v1"), Epoch(1), "op1", "first")
+        journal.commit(_tag("v2", "b"), Epoch(2), "op2", "second")
+        for _ in range(200):
+            journal.append("lease.opened", model="smollm2")
+        last = journal.append("daemon.stopping").sequence
+    size = path.stat().st_size
+    with Journal(path) as journal:
+        committed = journal.recollection.committed["smollm2"]
+        assert (committed.tag, committed.previous) == (_tag("v2", "b"), _tag("v1"))
+        assert path.stat().st_size < size / 4
+        assert journal.append("daemon.started").sequence == last + 1
+
+
+def test_newest_is_per_model_and_oldest_first(path: Path) -> None:
+    with Journal(path) as journal:
+        for number in range(5):
+            journal.append("version.state", model="a" if number % 2 else "b", cause=str(number))
+        assert [entry.cause for entry in journal.newest("a", 5)] == ["1", "3"]
+        assert [entry.cause for entry in journal.newest(None, 2)] == ["3", "4"]
