@@ -42,8 +42,11 @@ models: setup    ## download and convert the demo's model, derive its versions (
 demo: setup      ## swap weights under traffic and check every answer (report: build/demo-report.json)
 	$(BIN)/python -m demo --build $(BUILD) --model $(MODEL)
 
-bench: setup     ## measure on this machine (results: build/bench)
-	$(BIN)/python -m tests.bench --output $(BUILD)/bench
+bench: setup     ## measure the native core and the engine on this machine (results: build/bench)
+	mkdir -p $(BUILD)/bench
+	$(BIN)/python -m tests.bench.native --json $(BUILD)/bench/native.json
+	root=$$($(BIN)/python -m demo.models --build $(BUILD) --model $(MODEL)) && \
+	    $(BIN)/python -m tests.bench.engine $$root/smollm2-v1 --json $(BUILD)/bench/engine.json
 
 # --- checks ---------------------------------------------------------------------------------------
 

@@ -53,7 +53,8 @@ def main() -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")
     show_report(console, report, expectations(run, judge_all(run)))
-    console.print(f"report: {path}", markup=False)
+    verdict = "passed" if report["passed"] else "FAILED"
+    console.print(f"{verdict} in {report['seconds']} s; report: {path}", markup=False, soft_wrap=True)
     if kept is not None:
         show_kept(console, kept)
     return 0 if report["passed"] else 1

@@ -79,14 +79,14 @@ class Scenario:
                 await self._quiet(1)
                 await self._rollback(serving)
             await self._quiet(2)
-            nan, flipped = self.checkpoints.nan_tensor, self.checkpoints.flipped_tensor
-            await self._broken("v3", "NaN weights", _FAILED, ("nan",))
+            nan = self.checkpoints.nan_tensor.removesuffix(".weight")
+            await self._broken("v3", "NaN weights", _FAILED, ("nan", nan))
             await self._quiet(1)
-            await self._broken("v4", "a flipped bit", _FAILED, (self.checkpoints.flipped_file, flipped))
+            file, tensor = self.checkpoints.flipped_file, self.checkpoints.flipped_tensor
+            await self._broken("v4", "a flipped bit", _FAILED, (file, tensor))
             await self._quiet(1)
             await self._broken("v5", "another shape", _REFUSED, ("shape",))
             await self._quiet(1)
-            self.say(f"the broken tensors were {nan} (v3) and {flipped} (v4)")
         finally:
             self.traffic.end()
             await clients
@@ -187,7 +187,7 @@ async def run_demo(options: Options, say: Say) -> tuple[DemoRun, Kept | None]:
             answers=tuple(traffic.answers),
             references=_by_tag(scenario.steps, texts),
             peak_weight_bytes=max((memory.peak_bytes for memory in status.memory), default=0),
-            version_bytes=max((version.nbytes for version in status.versions), default=0),
+            version_bytes=max((s.operation.bytes_total for s in scenario.steps if s.operation), default=0),
             exit_codes=exit_codes,
             were_kept=options.keep,
         ),
