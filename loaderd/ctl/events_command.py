@@ -9,7 +9,7 @@ import typer
 from loaderd.ctl.event_stream import Numbering
 from loaderd.ctl.session import Json, session_of
 from loaderd.ctl.terminal import Terminal
-from loaderd.ctl.text import moment
+from loaderd.ctl.text import fact, moment
 from shared.control import Event
 from shared.ids import check_name
 
@@ -47,7 +47,7 @@ def events(
 def event_line(event: Event) -> str:
     """One event on one line, whatever its kind."""
     version = "-".join(part for part in (event.model, event.version) if part)
-    facts = " ".join(f"{name}={value}" for name, value in sorted(event.data.items()))
+    facts = " ".join(f"{name}={fact(value)}" for name, value in sorted(event.data.items()))
     words = [
         moment(event.time_ns),
         f"#{event.sequence}",

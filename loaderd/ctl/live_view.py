@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 from rich.progress import BarColumn, Progress, TaskID
 
@@ -13,9 +13,9 @@ from loaderd.ctl.progress_columns import Amount, Title
 from loaderd.ctl.summary import plan_lines, reattach, version_name
 from loaderd.ctl.terminal import Terminal
 from loaderd.ctl.text import rate, size
-from shared.control import OperationReport, PushReply
+from shared.control import OperationReport, PushReply, Stage
 
-_STAGES = ("planning", "loading", "verifying", "preparing", "committing", "finished")
+_STAGES = get_args(Stage)
 
 
 class LiveView:
@@ -28,6 +28,7 @@ class LiveView:
             Title(), BarColumn(bar_width=32), Amount(), console=terminal.out, auto_refresh=False
         )
         self._is_shown = False
+        self._verify_bytes = 0
         self._bars: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
@@ -40,6 +41,7 @@ class LiveView:
 
     def plan(self, reply: PushReply) -> None:
         """The plan's lines."""
+        self._verify_bytes = reply.plan.bytes_total
         for line in plan_lines(reply.plan):
             self._terminal.line(line.text, line.style)
 
@@ -49,9 +51,11 @@ class LiveView:
 
     def report(self, report: OperationReport) -> None:
         """Bring every bar up to date and redraw."""
-        if report.kind == "push" or report.bytes_total:
-            self._bytes("read", "loading", report.bytes_read, report.load_s, report)
-            self._bytes("verified", "verifying", report.bytes_verified, report.verify_s, report)
+        if report.kind == "push":
+            is_loaded, is_verified = _is_past(report, "loading"), _is_past(report, "verifying")
+            self._bytes("read", report.bytes_read, report.bytes_total, report.load_s, is_full=is_loaded)
+            verified, verify_bytes = report.bytes_verified, self._verify_bytes
+            self._bytes("verified", verified, verify_bytes, report.verify_s, is_full=is_verified)
         prepared, total = report.inferds_prepared, report.inferds_total
         self._bar("prepared", prepared, total or None, f"{prepared} of {total} inferds")
         if self._is_shown:
@@ -74,14 +78,13 @@ class LiveView:
         self._hide()
         show_conclusion(self._terminal, conclusion)
 
-    def _bytes(self, title: str, stage: str, done: int, seconds: float, report: OperationReport) -> None:
-        # Shared tensors are not read: past its stage a bar is full, whatever the version's size.
-        is_past = report.state == "running" and _STAGES.index(report.stage) > _STAGES.index(stage)
-        is_full = is_past or report.state == "done"
-        total = done if is_full else report.bytes_total
+    def _bytes(self, title: str, done: int, total: int, seconds: float, *, is_full: bool) -> None:
         speed = rate(done, seconds)
-        amount = f"{size(done)}" if is_full else f"{size(done)} of {size(report.bytes_total)}"
-        self._bar(title, done or int(is_full), total or 1, amount + (f", {speed}" if speed else ""))
+        amount = f"{size(done)} of {size(total)}" if total and not is_full else size(done)
+        if is_full:
+            # There may have been nothing to read.
+            done, total = max(done, 1), max(done, 1)
+        self._bar(title, done, total or None, amount + (f", {speed}" if speed else ""))
 
     def _bar(self, title: str, done: int, total: int | None, amount: str) -> None:
         if title not in self._bars:
@@ -92,3 +95,8 @@ class LiveView:
         if self._is_shown:
             self._progress.stop()
             self._is_shown = False
+
+
+def _is_past(report: OperationReport, stage: Stage) -> bool:
+    """Whether an operation has left `stage` behind; one that failed stays where it was."""
+    return report.state == "done" or _STAGES.index(report.stage) > _STAGES.index(stage)

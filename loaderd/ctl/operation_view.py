@@ -114,6 +114,7 @@ class LineView:
         self._terminal = terminal
         self._clock = clock
         self._start = clock()
+        self._verify_bytes = 0
         self._stage: Stage | None = None
         self._said = ""
         self._said_at = self._start
@@ -128,6 +129,7 @@ class LineView:
 
     def plan(self, reply: PushReply) -> None:
         """The plan's lines."""
+        self._verify_bytes = reply.plan.bytes_total
         for line in plan_lines(reply.plan):
             self._terminal.line(line.text, line.style)
 
@@ -138,7 +140,7 @@ class LineView:
     def report(self, report: OperationReport) -> None:
         """A line if the stage is new, or if there is news and the last line is old enough."""
         now = self._clock()
-        detail = progress_detail(report)
+        detail = progress_detail(report, self._verify_bytes)
         is_new_stage = report.stage != self._stage
         if not is_new_stage and (detail == self._said or now - self._said_at < PROGRESS_EVERY_S):
             return
@@ -161,13 +163,17 @@ class LineView:
         show_conclusion(self._terminal, conclusion)
 
 
-def progress_detail(report: OperationReport) -> str:
-    """How far the present stage is."""
+def progress_detail(report: OperationReport, verify_bytes: int = 0) -> str:
+    """How far the present stage is.
+
+    `verify_bytes` is how many the plan wants verified, 0 where it is not known: all of the version's,
+    while `report.bytes_total` counts only those that are read.
+    """
     match report.stage:
         case "loading":
             return _amount(report.bytes_read, report.bytes_total, report.load_s)
         case "verifying":
-            return _amount(report.bytes_verified, report.bytes_total, report.verify_s)
+            return _amount(report.bytes_verified, verify_bytes, report.verify_s)
         case "preparing":
             return f"{report.inferds_prepared} of {report.inferds_total} inferds"
         case "committing":
@@ -186,8 +192,8 @@ def show_conclusion(terminal: Terminal, conclusion: Conclusion) -> None:
 
 
 def _amount(done_bytes: int, total_bytes: int, seconds: float) -> str:
-    if not total_bytes:
-        return size(done_bytes) if done_bytes else ""
-    percent = min(100, done_bytes * 100 // total_bytes)
     speed = rate(done_bytes, seconds)
-    return f"{size(done_bytes)} of {size(total_bytes)} ({percent} %)" + (f", {speed}" if speed else "")
+    tail = f", {speed}" if speed else ""
+    if not total_bytes:
+        return size(done_bytes) + tail if done_bytes else ""
+    return f"{size(done_bytes)} of {size(total_bytes)} ({done_bytes * 100 // total_bytes} %){tail}"

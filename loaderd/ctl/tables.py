@@ -10,7 +10,7 @@ from rich.text import Text
 
 from loaderd.ctl.operation_view import progress_detail
 from loaderd.ctl.summary import version_name
-from loaderd.ctl.text import age, duration, moment, printable, rate, short_digest, size
+from loaderd.ctl.text import age, duration, fact, moment, printable, rate, short_digest, size
 from shared.control import (
     DiffReport,
     FolderReport,
@@ -192,7 +192,7 @@ def history(report: HistoryReport) -> RenderableType:
     table = _table("", "#>", "time", "what", "version", "operation", "cause~", "facts~")
     for entry in report.entries:
         version = "-".join(part for part in (entry.model, entry.version) if part)
-        facts = " ".join(f"{name}={value}" for name, value in sorted(entry.data.items()))
+        facts = " ".join(f"{name}={fact(value)}" for name, value in sorted(entry.data.items()))
         table.add_row(
             _plain(str(entry.sequence)),
             _plain(moment(entry.time_ns)),

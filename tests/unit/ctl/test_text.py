@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loaderd.ctl.text import age, duration, microseconds, moment, printable, printable_lines, rate, size
+from loaderd.ctl.text import age, duration, fact, microseconds, moment, printable, printable_lines, rate, size
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,16 @@ def test_printable_text_is_printable_and_printable_text_stays(text: str) -> None
 
 def test_a_story_keeps_its_lines() -> None:
     assert printable_lines("a\n  b\x1b") == ["a", r"  b\x1b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (7, "7"),
+        (0.03887044499970216, "0.03887"),
+        ("sha256:" + "ab" * 32, "abababababab"),
+        ("sha256:x", "sha256:x"),
+    ],
+)
+def test_facts_are_short(value: str | int | float, text: str) -> None:
+    assert fact(value) == text

@@ -58,13 +58,28 @@ def test_json_lines_come_with_news_only(capsys: pytest.CaptureFixture[str]) -> N
     assert events == ["stage", "progress", "progress"]
 
 
-def test_a_bar_of_a_finished_stage_is_full_though_shared_bytes_were_not_read() -> None:
+def test_each_bar_is_measured_by_its_own_bytes_and_full_when_its_stage_is_over() -> None:
     view = LiveView(Terminal())
-    view.report(reports.operation(stage="preparing", bytes_total=257 * MIB, bytes_read=64 * MIB))
+    view.plan(reports.push_reply())
+    view.report(reports.operation(stage="verifying", bytes_read=64 * MIB, bytes_verified=128 * MIB))
     read, verified, prepared = view._progress.tasks
-    assert (read.percentage, verified.percentage, prepared.percentage) == (100, 100, 0)
+    assert (read.percentage, prepared.percentage) == (100, 0)
+    assert verified.fields["amount"] == "128.0 MiB of 257.0 MiB"
+    assert verified.percentage == pytest.approx(100 * 128 / 257)
+    view.report(reports.operation(stage="preparing", bytes_total=0, bytes_read=0, bytes_verified=257 * MIB))
+    assert (read.percentage, verified.percentage) == (100, 100)
     view.report(reports.ended("failed", stage="loading", bytes_read=MIB, bytes_verified=0))
     assert read.percentage < 100
+
+
+def test_verified_bytes_are_measured_by_the_plan_or_not_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    verifying = reports.operation(stage="verifying", bytes_verified=128 * MIB, verify_s=0.25)
+    view = LineView(Terminal(), lambda: 0.0)
+    view.plan(reports.push_reply())
+    view.report(verifying)
+    assert "verifying   128.0 MiB of 257.0 MiB (49 %), 512.0 MiB/s\n" in capsys.readouterr().out
+    LineView(Terminal(), lambda: 0.0).report(verifying)
+    assert "verifying   128.0 MiB, 512.0 MiB/s\n" in capsys.readouterr().out
 
 
 def test_a_version_is_called_as_its_folder() -> None:
