@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,12 +120,13 @@ class Preparer:
             await asyncio.to_thread(check_identity, version, hash_bytes=self._verify_mapped)
             verified = time.perf_counter()
             self._slots.advance(slot, SlotEvent.MAPPED, "mapped and checked")
-            is_built = True
             await self._engine_work(lambda: self._build(slot.index, version))
+            is_built = True
             built = time.perf_counter()
             report = await self._engine_work(lambda: self._engine.warm(slot.index))
             warmed = time.perf_counter()
         except BaseException as error:
+            _forget_frames(error)
             self._slots.advance(slot, SlotEvent.FAIL, f"{type(error).__name__}: {error}")
             if is_built:
                 self._engine.retire(slot.index)
@@ -156,3 +158,17 @@ class Preparer:
             for name, data in version.assets.items():
                 (Path(folder) / name).write_bytes(data)
             self._engine.build(index, version.tag, tensors, Path(folder))
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Clear the locals of the frames an error went through, and of its causes: they hold tensors, and
+    would keep the failed version's memory for as long as someone keeps the error."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        pending += [each.__cause__, each.__context__]

@@ -149,7 +149,8 @@ class Engine(Protocol):
     def build(self, slot: int, tag: VersionTag, tensors: Mapping[str, torch.Tensor], assets: Path) -> None:
         """Build the model of `tag` in an empty `slot` over `tensors` (read-only, not copied; keys are
         checkpoint names).  `assets` holds config.json and the tokenizer files.  Raises
-        InvalidRequest where the tensors do not fit the config (missing, unexpected, shape, dtype)."""
+        InvalidRequest where the tensors do not fit the config (missing, unexpected, shape, dtype).
+        If it raises, the slot is still empty."""
         ...
 
     def warm(self, slot: int) -> WarmReport:
