@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import structlog.testing
 import zmq
 
 from inferd.link import Identity, LoaderdLink
@@ -136,6 +137,13 @@ def run(tmp_path: Path, scenario: Callable[[Pair], Awaitable[None]]) -> None:
     before = open_fds()
     asyncio.run(main())
     assert open_fds() == before
+
+
+@pytest.fixture(autouse=True)
+def _plain_logs() -> Iterator[None]:
+    """structlog's default for terminals renders the locals of every frame, and so keeps them alive."""
+    with structlog.testing.capture_logs():
+        yield
 
 
 @pytest.fixture
