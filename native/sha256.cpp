@@ -46,7 +46,8 @@ void write_digest(const Sha256State& state, std::byte* to) noexcept {
 
 #if defined(__x86_64__)
 // Two messages of the same length.
-void sha256_pair(const std::byte* first, const std::byte* second, std::size_t nbytes, std::byte* to) noexcept {
+void sha256_pair(const std::byte* first, const std::byte* second, std::size_t nbytes,
+                 std::byte* to) noexcept {
   Sha256State first_state = kInitial;
   Sha256State second_state = kInitial;
   const Tail first_tail({first, nbytes});

@@ -27,8 +27,9 @@ bool has_shani() noexcept;
 void sha256_compress_shani(Sha256State& state, const std::byte* data, std::size_t blocks) noexcept;
 
 // Two streams at once: one alone waits for the latency of its own rounds most of the time.
-void sha256_compress_shani_pair(Sha256State& first_state, const std::byte* first_data, Sha256State& second_state,
-                                const std::byte* second_data, std::size_t blocks) noexcept;
+void sha256_compress_shani_pair(Sha256State& first_state, const std::byte* first_data,
+                                Sha256State& second_state, const std::byte* second_data,
+                                std::size_t blocks) noexcept;
 #endif
 
 }  // namespace changeover

@@ -61,7 +61,8 @@ class VersionSlot {
     while ((seen & kClosed) == 0) {
       // acquire: pairs with the release in `open` (through the read-modify-writes in between, which
       // continue its release sequence), so the version's contents are seen complete.
-      if (word.compare_exchange_weak(seen, seen + kUnit, std::memory_order_acquire, std::memory_order_relaxed)) {
+      if (word.compare_exchange_weak(seen, seen + kUnit, std::memory_order_acquire,
+                                     std::memory_order_relaxed)) {
         return true;
       }
     }
@@ -91,8 +92,10 @@ class VersionSlot {
       if ((seen & kPublished) != 0) throw Misuse("slot " + std::to_string(slot) + " is current already");
       const std::uint64_t generation = (seen + kGeneration) & kGenerationMask;
       published = (seen & ~kGenerationMask) | generation | kPublished;
-      // relaxed: readers get here through `current_`, and the exchange on it releases.
-    } while (!word.compare_exchange_weak(seen, published, std::memory_order_relaxed, std::memory_order_relaxed));
+      // acquire: pairs with the release in `open`, which may have been another thread's, so that the
+      // exchange on `current_` hands on what that thread wrote.
+    } while (!word.compare_exchange_weak(seen, published, std::memory_order_acquire,
+                                         std::memory_order_relaxed));
     turn_to((published & kGenerationMask) | static_cast<std::uint64_t>(slot));
   }
 
@@ -108,8 +111,8 @@ class VersionSlot {
       if ((seen & kClosed) != 0) throw Misuse("slot " + std::to_string(slot) + " is closed twice");
       // relaxed: closing hands nothing over.  That no `try_acquire` succeeds afterwards follows from
       // the order of changes of this one word.
-    } while (
-        !word.compare_exchange_weak(seen, seen | kClosed, std::memory_order_relaxed, std::memory_order_relaxed));
+    } while (!word.compare_exchange_weak(seen, seen | kClosed, std::memory_order_relaxed,
+                                         std::memory_order_relaxed));
   }
 
   // Admit references to a slot that was filled.  Throws Misuse unless it is drained.
@@ -117,10 +120,12 @@ class VersionSlot {
     std::atomic<std::uint64_t>& word = slot_word(slot);
     std::uint64_t seen = word.load(std::memory_order_relaxed);
     do {
-      if (!is_drained_word(seen)) throw Misuse("slot " + std::to_string(slot) + " is opened before it is drained");
+      if (!is_drained_word(seen)) {
+        throw Misuse("slot " + std::to_string(slot) + " is opened before it is drained");
+      }
       // release: hands the contents to `try_acquire`.
-    } while (
-        !word.compare_exchange_weak(seen, seen & ~kClosed, std::memory_order_release, std::memory_order_relaxed));
+    } while (!word.compare_exchange_weak(seen, seen & ~kClosed, std::memory_order_release,
+                                         std::memory_order_relaxed));
   }
 
   // Take `close` back, contents unchanged, whoever still holds references.  Throws Misuse if open.

@@ -16,7 +16,8 @@ namespace {
 // A piece of the heap with exactly `skip + nbytes` bytes, of which the last `nbytes` count.
 class Edge {
  public:
-  Edge(std::size_t skip, std::size_t nbytes) : memory_(new std::byte[skip + nbytes]), skip_(skip), nbytes_(nbytes) {
+  Edge(std::size_t skip, std::size_t nbytes)
+      : memory_(new std::byte[skip + nbytes]), skip_(skip), nbytes_(nbytes) {
     for (std::size_t i = 0; i < skip + nbytes; ++i) memory_[i] = static_cast<std::byte>(i * 131 + nbytes);
   }
   std::span<const std::byte> bytes() const { return {memory_.get() + skip_, nbytes_}; }

@@ -11,7 +11,8 @@ ssize_t __wrap_pread(int fd, void* to, std::size_t nbytes, off_t offset) {
 
 int __wrap_fallocate(int fd, int mode, off_t offset, off_t nbytes) {
   using namespace changeover::stress;
-  return fake_fallocate ? fake_fallocate(fd, mode, offset, nbytes) : __real_fallocate(fd, mode, offset, nbytes);
+  return fake_fallocate ? fake_fallocate(fd, mode, offset, nbytes)
+                        : __real_fallocate(fd, mode, offset, nbytes);
 }
 }
 

@@ -53,7 +53,7 @@ build asan address,undefined
 
 for kind in tsan asan; do
   passes $kind slot_rules
-  passes $kind version_slot_race 2000
+  passes $kind version_slot_race 1000
   passes $kind host_slab_faults
   passes $kind digest_edges
   is_found $kind broken_slot_race

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from shared import _native
-from shared.errors import DriverError, OutOfMemory, ProtocolError
+from shared.errors import DriverError, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import HOST_DEVICE, SlabId
 from shared.layout import SlabEntry
 from shared.memory.host import HostBackend, HostSlab
@@ -276,6 +276,19 @@ def test_adopted_memory_counts_against_the_limit() -> None:
             with pytest.raises(OutOfMemory):
                 backend.create_slab(HOST_DEVICE, PAGE + 1)
         assert backend.free_bytes(HOST_DEVICE) == SLAB_BYTES + PAGE
+
+
+def test_the_budget_itself_keeps_its_limit() -> None:
+    budget = _native.Budget(2 * PAGE)
+    slab = _native.create_host_slab(budget, "slab", PAGE)
+    with pytest.raises(OutOfMemory) as caught:
+        _native.create_host_slab(budget, "other", PAGE + 1)
+    assert (caught.value.facts["needed_bytes"], caught.value.facts["free_bytes"]) == (PAGE + 1, PAGE)
+    with pytest.raises(InvariantError, match="exists already"):
+        _native.create_host_slab(budget, "slab", PAGE)
+    assert budget.used_bytes == PAGE
+    slab.close()
+    assert budget.used_bytes == 0
 
 
 def test_the_limit_holds_between_threads() -> None:
