@@ -128,8 +128,9 @@ def _fill(
                     checkpoint.borrow_fd(extent.file), extent.file_offset, extent.slab_offset, extent.nbytes
                 )
             except DriverError as error:
+                reason = error.message if error.number else f"ends early: {error.message}"
                 raise CheckpointError(
-                    error.message, file=extent.file, tensor=extent.tensor, byte=extent.file_offset
+                    reason, file=extent.file, tensor=extent.tensor, byte=extent.file_offset
                 ) from error
             progress.add_read(extent.nbytes)
             return crc

@@ -1,0 +1,166 @@
+"""Load and verify over a strict fake device: what fails, where, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
+from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
+from loaderd.placement import PlacementRules, Residents, place
+from loaderd.seal.create import seal_directory
+from loaderd.seal.document import Seal, read_seal
+from shared.errors import CheckpointError, DigestMismatch, DriverError, OutOfMemory, Superseded
+from shared.ids import HOST_DEVICE, SlabId, VersionRef
+from shared.resident import check_identity
+from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeWritableSlab
+
+REF = VersionRef("toy", "v1")
+RULES = PlacementRules(slab_bytes=256 << 10, read_bytes=64 << 10, granularity_bytes=4096)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random = np.random.default_rng(7)
+    tensors = {f"layer.{i}.w": random.random((64, 300 + i), dtype=np.float32) for i in range(6)}
+    tensors["scalar"] = np.array(3.0, dtype=np.float32)
+    tensors["empty"] = np.zeros((0, 4), dtype=np.float32)
+    tensors["twin"] = tensors["layer.0.w"].copy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def backend() -> Iterator[FakeBackend]:
+    backend = FakeBackend(FakeMemory(8 << 20))
+    yield backend
+    backend.check_no_leaks()
+    assert backend.memory.used_bytes == 0
+
+
+def _load(
+    checkpoint: Checkpoint,
+    backend: FakeBackend,
+    *,
+    progress: LoadProgress | None = None,
+    cancelled: threading.Event | None = None,
+) -> Loaded:
+    seal: Seal | None = read_seal(checkpoint.seal_bytes) if checkpoint.seal_bytes else None
+    digests = seal.tensor_digests if seal is not None else {}
+    placement = place(checkpoint.tensors, digests, Residents(), RULES)
+    request = LoadRequest(REF, checkpoint, seal, placement, (), HOST_DEVICE)
+    return load_and_verify(request, backend, progress or LoadProgress(), cancelled or threading.Event())
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_what_is_resident_is_what_the_files_hold(folder: Path, backend: FakeBackend, is_sealed: bool) -> None:
+    expected = seal_directory(folder)
+    if not is_sealed:
+        (folder / "seal.json").unlink()
+    progress = LoadProgress()
+    with open_directory(folder) as checkpoint:
+        loaded = _load(checkpoint, backend, progress=progress)
+        distinct = checkpoint.total_bytes - (64 * 300 * 4 if is_sealed else 0)
+    assert loaded.version.tag.digest == expected.digest
+    assert {t.name: t.digest for t in loaded.version.layout.tensors} == expected.tensor_digests
+    assert {t.name: t.crc32 for t in loaded.version.layout.tensors} == {
+        name: tensor.crc32 for name, tensor in expected.tensors.items()
+    }
+    assert all(t.offset_bytes % 256 == 0 for t in loaded.version.layout.tensors)
+    assert (progress.read, progress.verified) == (distinct, distinct)
+    assert loaded.version.layout.total_bytes == distinct, "equal tensors lie in one place where it is known"
+    check_identity(loaded.version, hash_bytes=True)
+    for slab in loaded.new_slabs:
+        slab.close()
+
+
+def test_bytes_damaged_on_the_way_are_noticed(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The case of a staging buffer that was used again too early: read well, resident wrong."""
+    read = FakeWritableSlab.read_file
+
+    def damaging(self: FakeWritableSlab, fd: int, file_offset: int, offset: int, nbytes: int) -> int:
+        crc = read(self, fd, file_offset, offset, nbytes)
+        if nbytes > 1000:
+            self._data[offset + 17] ^= 1
+        return crc
+
+    monkeypatch.setattr(FakeWritableSlab, "read_file", damaging)
+    with (
+        open_directory(folder) as checkpoint,
+        pytest.raises(DigestMismatch, match=r"model.safetensors: tensor '.*damaged on the way"),
+    ):
+        _load(checkpoint, backend)
+
+
+def test_a_flipped_byte_is_named_by_file_tensor_and_leaf(folder: Path, backend: FakeBackend) -> None:
+    seal_directory(folder)
+    with open_directory(folder) as checkpoint:
+        victim = next(t for t in checkpoint.tensors if t.name == "layer.3.w")
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[victim.file_offset + 5] ^= 0x10
+    path.write_bytes(raw)
+    with open_directory(folder) as checkpoint, pytest.raises(DigestMismatch) as caught:
+        _load(checkpoint, backend)
+    assert (caught.value.file, caught.value.tensor) == ("model.safetensors", "layer.3.w")
+    assert caught.value.byte == victim.file_offset
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("operation", ["create", "read", "seal", "crc32", "sha256"])
+def test_whatever_fails_nothing_stays_allocated(
+    folder: Path, backend: FakeBackend, operation: str, nth: int
+) -> None:
+    backend.fail(operation, DriverError("pread", 5, "Input/output error"), nth=nth)  # type: ignore[arg-type]
+    expected = CheckpointError if operation == "read" else DriverError
+    with open_directory(folder) as checkpoint, pytest.raises(expected, match="Input/output error") as caught:
+        _load(checkpoint, backend)
+    if isinstance(caught.value, CheckpointError):
+        assert caught.value.file == "model.safetensors"
+        assert caught.value.tensor
+        assert caught.value.byte > 0
+
+
+def test_too_little_memory(folder: Path) -> None:
+    backend = FakeBackend(FakeMemory(300 << 10))
+    with open_directory(folder) as checkpoint, pytest.raises(OutOfMemory):
+        _load(checkpoint, backend)
+    backend.check_no_leaks()
+
+
+def test_a_file_that_changes_while_it_is_read(folder: Path, backend: FakeBackend) -> None:
+    with open_directory(folder) as checkpoint:
+
+        def touch(_: SlabId) -> None:
+            backend.before_read = None
+            path = folder / "model.safetensors"
+            raw = path.read_bytes()
+            path.write_bytes(raw[:-4] + b"\0\0\0\0")
+
+        backend.before_read = touch
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: .*changed"):
+            _load(checkpoint, backend)
+
+
+def test_a_file_that_is_cut_while_it_is_read(folder: Path, backend: FakeBackend) -> None:
+    with open_directory(folder) as checkpoint:
+        backend.before_read = lambda _: os.truncate(folder / "model.safetensors", 5000)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor '.*: ends early"):
+            _load(checkpoint, backend)
+
+
+def test_a_load_can_be_ended(folder: Path, backend: FakeBackend) -> None:
+    cancelled = threading.Event()
+    backend.before_read = lambda _: cancelled.set()
+    with open_directory(folder) as checkpoint, pytest.raises(Superseded):
+        _load(checkpoint, backend, cancelled=cancelled)
+    assert backend.calls["read"] < 10
