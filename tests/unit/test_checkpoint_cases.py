@@ -266,6 +266,8 @@ def test_c9_an_upload_under_way_is_refused_until_it_is_sealed(tmp_path: Path, na
     seal_directory(folder)
     partial.write_bytes(b"half of something else")
     load(folder).close()
+    with pytest.raises(CheckpointError, match="unfinished upload"):
+        seal_directory(folder)
 
 
 def test_c9_a_file_that_appears_while_an_unsealed_folder_is_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from loaderd.checkpoint import checkpoint as module
 from loaderd.checkpoint.checkpoint import Checkpoint, open_checkpoint, open_directory
 from loaderd.checkpoint.folder import Folder
 from loaderd.checkpoint.listing import list_folders
+from loaderd.checkpoint.source_file import SourceFile
 from shared.errors import CheckpointError, InvariantError, UnknownVersion
 from tests.unit.checkpoint_files import pack, safetensors, write_sharded, write_single
 
@@ -103,16 +104,78 @@ def test_a_dangling_symlink_is_refused(root: Path) -> None:
     assert caught.value.file == "tokenizer.json"
 
 
-def test_pipes_devices_and_folders_are_not_opened_as_files(root: Path) -> None:
+def test_pipes_devices_and_folders_are_not_opened_as_files(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_single(root / "m-v1", TENSORS)
     (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")  # opening it for reading would wait for a writer
-    with pytest.raises(CheckpointError, match="is not a regular file"):
-        open_checkpoint([root], "m-v1")
+    os.mkfifo(folder / "model.safetensors")
+    opened: list[object] = []
+    real_open = os.open
+
+    def spy(path: str, *args: int, **kwargs: int) -> int:
+        opened.append(path)
+        return real_open(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", spy)
+        with pytest.raises(CheckpointError, match="is not a regular file"):
+            open_checkpoint([root], "m-v1")
+    assert "m-v1" in opened
+    assert "model.safetensors" not in opened
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").mkdir()
     with pytest.raises(CheckpointError, match="is a folder, expected a file"):
         open_checkpoint([root], "m-v1")
+
+
+def test_a_file_that_becomes_a_pipe_before_it_is_opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Opening it would wait for a writer that never comes.
+    file = write_single(root / "m-v1", TENSORS) / "model.safetensors"
+    real_walk = Folder._walk
+
+    def swap_after(folder: Folder, chain: list[int], path: str, *, shown: str) -> str | None:
+        leaf = real_walk(folder, chain, path, shown=shown)
+        if path == file.name:
+            file.unlink()
+            os.mkfifo(file)
+        return leaf
+
+    before = open_fds()
+    with Folder.open(root, "m-v1") as folder:
+        monkeypatch.setattr(Folder, "_walk", swap_after)
+        with pytest.raises(CheckpointError, match="is not a regular file"):
+            folder.open_file(file.name)
+    assert open_fds() == before
+
+
+def test_a_file_that_becomes_a_symlink_before_it_is_opened(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_single(root / "m-v1", TENSORS) / "model.safetensors"
+    real_walk = Folder._walk
+
+    def swap_after(folder: Folder, chain: list[int], path: str, *, shown: str) -> str | None:
+        leaf = real_walk(folder, chain, path, shown=shown)
+        if path == file.name:
+            file.unlink()
+            file.symlink_to("/etc/passwd")
+        return leaf
+
+    with Folder.open(root, "m-v1") as folder:
+        monkeypatch.setattr(Folder, "_walk", swap_after)
+        with pytest.raises(CheckpointError, match="cannot be opened: Too many levels of symbolic links"):
+            folder.open_file(file.name)
+
+
+@pytest.mark.parametrize("text", ["longer than before", "", "othr"])
+def test_a_small_file_that_changes_while_it_is_read_is_refused(root: Path, text: str) -> None:
+    (root / "file").write_text("text")
+    with Folder.open(root, ".") as folder, SourceFile.open(folder, "file") as source:
+        (root / "file").write_text(text)
+        os.utime(root / "file", ns=(1, 1))
+        with pytest.raises(CheckpointError, match="changed while it was read"):
+            source.read_all(100)
 
 
 def test_a_path_through_a_file_is_refused(root: Path) -> None:

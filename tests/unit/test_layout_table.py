@@ -115,6 +115,13 @@ def test_a_table_over_the_limit_is_refused_unread(monkeypatch: pytest.MonkeyPatc
         decode_layout(data)
 
 
+def test_more_tensors_than_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode_layout(LAYOUT)
+    monkeypatch.setattr(layout_table, "MAX_TENSORS", 2)
+    with pytest.raises(ProtocolError, match=r"is not msgpack: \d+ exceeds max_array_len"):
+        decode_layout(data)
+
+
 def test_assets_survive_the_way() -> None:
     assets = {"tokenizer.json": b"\x00\xff", "config.json": b"{}"}
     assert decode_assets(encode_assets(assets)) == assets

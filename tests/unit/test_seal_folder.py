@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import threading
 import zlib
 from pathlib import Path
@@ -290,6 +291,35 @@ def test_a_seal_is_whole_or_not_there(folder: Path, monkeypatch: pytest.MonkeyPa
         seal_directory(folder)
     assert read_seal((folder / "seal.json").read_bytes()) == before
     assert not [path for path in folder.iterdir() if path.name.startswith(".seal")]
+
+
+def test_a_seal_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def spy_fsync(fd: int) -> None:
+        calls.append("fsync " + ("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file"))
+        fsync(fd)
+
+    def spy_rename(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        calls.append(f"rename to {target}")
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(create.os, "fsync", spy_fsync)
+    monkeypatch.setattr(create.os, "rename", spy_rename)
+    seal_directory(folder)
+    assert calls == ["fsync file", "rename to seal.json", "fsync folder"]
+
+
+def test_a_folder_that_changes_while_it_is_verified(folder: Path) -> None:
+    seal_directory(folder)
+
+    def write(done: int, total: int) -> None:
+        if done == total:
+            (folder / "tokenizer.json").write_text("[]")
+
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        verify_directory(folder, progress=write)
 
 
 def test_an_unsealed_folder_cannot_be_verified(folder: Path) -> None:
