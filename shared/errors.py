@@ -92,10 +92,26 @@ class CheckpointError(CallerError):
         if byte >= 0:
             place += f": byte {byte}"
         super().__init__(f"{place}: {reason}", file=file, tensor=tensor, byte=byte, reason=reason)
-        self.reason = reason
-        self.file = file
-        self.tensor = tensor
-        self.byte = byte
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, without the place."""
+        return str(self.facts.get("reason", self.message))
+
+    @property
+    def file(self) -> str:
+        """The file at fault."""
+        return str(self.facts.get("file", ""))
+
+    @property
+    def tensor(self) -> str:
+        """The tensor at fault, or nothing."""
+        return str(self.facts.get("tensor", ""))
+
+    @property
+    def byte(self) -> int:
+        """The offset in the file, or -1."""
+        return int(self.facts.get("byte", -1))
 
 
 class DigestMismatch(CheckpointError):
@@ -194,8 +210,16 @@ class DriverError(ChangeoverError):
 
     def __init__(self, call: str, number: int, detail: str) -> None:
         super().__init__(f"{call} failed with {number}: {detail}", call=call, number=number)
-        self.call = call
-        self.number = number
+
+    @property
+    def call(self) -> str:
+        """The call that failed."""
+        return str(self.facts.get("call", ""))
+
+    @property
+    def number(self) -> int:
+        """What it failed with: errno or a driver's code; 0 where there is none."""
+        return int(self.facts.get("number", 0))
 
 
 # --- we are wrong --------------------------------------------------------------------------------
@@ -205,6 +229,7 @@ class InvariantError(ChangeoverError):
     """Something that cannot happen did; `story` lists the events that led here, oldest first."""
 
     code = "invariant"
+    story: tuple[str, ...] = ()  # of an error from a peer it is in the message only
 
     def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
         tail = "".join(f"\n  {line}" for line in story)
@@ -228,9 +253,4 @@ def rebuild_error(code: str, message: str, facts: dict[str, Fact]) -> Changeover
     cls = error_class(code)
     error = cls.__new__(cls)
     ChangeoverError.__init__(error, message, **facts)
-    if isinstance(error, CheckpointError):
-        error.file = str(facts.get("file", ""))
-        error.tensor = str(facts.get("tensor", ""))
-        error.byte = int(facts.get("byte", -1))
-        error.reason = str(facts.get("reason", message))
     return error
