@@ -66,7 +66,7 @@ format: setup    ## rewrite the sources as ruff would have them
 	$(BIN)/ruff format --quiet .
 
 test-native: setup   ## the native core under ThreadSanitizer and AddressSanitizer
-	tests/stress/run.sh
+	PATH="$(abspath $(BIN)):$$PATH" tests/stress/run.sh
 
 test-python: setup   ## pytest (ARGS='-k pattern' chooses)
 	@$(BIN)/python -m pytest $(ARGS)
