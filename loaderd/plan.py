@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from loaderd.checkpoint.header import TensorSource
+from loaderd.checkpoint.names import CONFIG_FILE
 from loaderd.compatibility import (
     ConfigChange,
     TensorChanges,
@@ -24,7 +25,10 @@ from shared.ids import Digest
 from shared.layout import Layout
 
 _NAMED = 3
-"""How many tensors or keys a reason names before it counts the rest."""
+"""How many tensors the reasons name before they count the rest."""
+
+_CONFIG_KEYS = 8
+"""How many keys of the config are named before the rest is counted."""
 
 
 class Verdict(StrEnum):
@@ -244,20 +248,27 @@ class _Changes:
             served = sum(t.nbytes for t in serving.layout.tensors)
             if size != served:
                 refusals.append(f"tensors have {size} bytes in all, the serving version's have {served}")
-        refusals.extend(str(change) for change in config if change.is_architecture)
+        refusals.extend(_first([str(change) for change in config if change.is_architecture]))
         return cls(tensors, config, compare_assets(candidate.assets, serving.assets), tuple(refusals))
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Differences that a push may have, but that someone should know of."""
         return (
-            *(str(change) for change in self.config if not change.is_architecture),
+            *_first([str(change) for change in self.config if not change.is_architecture]),
             *(
                 f"{name} differs from the serving version's"
                 + (": the same text may become other tokens" if is_tokenizer_file(name) else "")
                 for name in self.files
             ),
         )
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    """The first few differences between configs, and a line that counts the rest."""
+    if len(lines) <= _CONFIG_KEYS:
+        return list(lines)
+    return [*lines[:_CONFIG_KEYS], f"{len(lines) - _CONFIG_KEYS} more keys of {CONFIG_FILE} differ"]
 
 
 def _some(names: Sequence[str], one: str, many: str) -> list[str]:

@@ -122,6 +122,7 @@ def read_seal(raw: bytes) -> Seal:
         raise _refusal(f"does not list {CONFIG_FILE}")
     sealed_tensors = {tensor: _read_tensor(tensor, value) for tensor, value in tensors.items()}
     _check_references(sealed_files, sealed_tensors)
+    _check_aliases(sealed_tensors)
     seal = make_seal(sealed_files, sealed_tensors)
     if digest != seal.digest:
         raise _refusal(
@@ -181,6 +182,18 @@ def _check_references(files: Mapping[str, SealedFile], tensors: Mapping[str, Sea
         raise _refusal(f"places tensors in {shown(name)!r}, which it does not list as a weight file")
     for name in sorted(weights - used):
         raise _refusal(f"lists {shown(name)!r}, which holds no tensor")
+
+
+def _check_aliases(tensors: Mapping[str, SealedTensor]) -> None:
+    """Tensors of one content are placed once, so their CRC32 must be one as well."""
+    seen: dict[tuple[Digest, int], int] = {}
+    for name, tensor in tensors.items():
+        crc32 = seen.setdefault((tensor.digest, tensor.nbytes), tensor.crc32)
+        if crc32 != tensor.crc32:
+            raise _refusal(
+                f"contradicts itself: CRC32 is {tensor.crc32:08x}, another with its digest has {crc32:08x}",
+                tensor=name,
+            )
 
 
 def _fields(value: object, names: Sequence[str], where: str) -> list[object]:

@@ -161,6 +161,13 @@ def test_a_config_of_another_architecture_is_refused_and_other_keys_are_told() -
     assert refused.warnings == ("config.json: eos_token_id is 2, the serving version's is absent",)
 
 
+def test_many_config_differences_are_counted_after_the_first_few() -> None:
+    config = {**CONFIG, **{f"x{i:02}": i for i in range(20)}, **{f"x{i:02}_size": i for i in range(10)}}
+    refused = plan(replace(candidate(), config=config))
+    assert (len(refused.reasons), refused.reasons[-1]) == (9, "2 more keys of config.json differ")
+    assert (len(refused.warnings), refused.warnings[-1]) == (9, "12 more keys of config.json differ")
+
+
 def test_a_tokenizer_or_generation_change_is_a_warning() -> None:
     assets = {**ASSETS, "tokenizer.json": file_digest(b"u"), "generation_config.json": file_digest(b"g")}
     hot = plan(replace(candidate(), assets=assets))

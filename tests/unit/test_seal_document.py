@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,6 +111,16 @@ def test_a_seal_that_is_wrong_is_refused(case: str) -> None:
         read_seal(edited(edit))
     assert reason in caught.value.reason
     assert caught.value.file == "seal.json"
+
+
+def test_aliases_with_different_checksums_are_refused() -> None:
+    alias = sealed(b"abc", (3,))
+    other = replace(alias, crc32=1)
+    files = {FILE: SealedFile(1, file_digest(b"")), "config.json": SealedFile(2, file_digest(b"{}"))}
+    assert read_seal(encode_seal(make_seal(files, {"a": alias, "b": alias}))).tensors["b"] == alias
+    with pytest.raises(CheckpointError, match="contradicts itself: CRC32 is 00000001") as caught:
+        read_seal(encode_seal(make_seal(files, {"a": alias, "b": other})))
+    assert caught.value.tensor == "b"
 
 
 def test_a_refusal_names_the_tensor() -> None:
