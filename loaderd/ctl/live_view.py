@@ -29,6 +29,7 @@ class LiveView:
         )
         self._is_shown = False
         self._verify_bytes = 0
+        self._warnings: tuple[str, ...] = ()
         self._bars: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
@@ -41,7 +42,7 @@ class LiveView:
 
     def plan(self, reply: PushReply) -> None:
         """The plan's lines."""
-        self._verify_bytes = reply.plan.bytes_total
+        self._verify_bytes, self._warnings = reply.plan.bytes_total, reply.plan.warnings
         for line in plan_lines(reply.plan):
             self._terminal.line(line.text, line.style)
 
@@ -76,7 +77,7 @@ class LiveView:
     def conclude(self, conclusion: Conclusion) -> None:
         """End the bars; the outcome on stdout and, if it is not success, why on stderr."""
         self._hide()
-        show_conclusion(self._terminal, conclusion)
+        show_conclusion(self._terminal, conclusion, self._warnings)
 
     def _bytes(self, title: str, done: int, total: int, seconds: float, *, is_full: bool) -> None:
         speed = rate(done, seconds)

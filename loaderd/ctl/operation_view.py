@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -115,6 +115,7 @@ class LineView:
         self._clock = clock
         self._start = clock()
         self._verify_bytes = 0
+        self._warnings: tuple[str, ...] = ()
         self._stage: Stage | None = None
         self._said = ""
         self._said_at = self._start
@@ -129,7 +130,7 @@ class LineView:
 
     def plan(self, reply: PushReply) -> None:
         """The plan's lines."""
-        self._verify_bytes = reply.plan.bytes_total
+        self._verify_bytes, self._warnings = reply.plan.bytes_total, reply.plan.warnings
         for line in plan_lines(reply.plan):
             self._terminal.line(line.text, line.style)
 
@@ -160,7 +161,7 @@ class LineView:
 
     def conclude(self, conclusion: Conclusion) -> None:
         """The outcome on stdout and, if it is not success, why on stderr."""
-        show_conclusion(self._terminal, conclusion)
+        show_conclusion(self._terminal, conclusion, self._warnings)
 
 
 def progress_detail(report: OperationReport, verify_bytes: int = 0) -> str:
@@ -182,9 +183,9 @@ def progress_detail(report: OperationReport, verify_bytes: int = 0) -> str:
             return ""
 
 
-def show_conclusion(terminal: Terminal, conclusion: Conclusion) -> None:
-    """The outcome on stdout and, if it is not success, why on stderr."""
-    for line in outcome_lines(conclusion):
+def show_conclusion(terminal: Terminal, conclusion: Conclusion, said: Container[str]) -> None:
+    """The outcome on stdout and, if it is not success, why on stderr; `said` are known warnings."""
+    for line in outcome_lines(conclusion, said):
         terminal.line(line.text, line.style)
     message = failure(conclusion)
     if message:

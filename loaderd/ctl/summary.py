@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from loaderd.ctl.exit_codes import ExitCode
@@ -49,8 +49,9 @@ def version_name(report: OperationReport) -> str:
     return version if version.startswith(report.model + "-") else f"{report.model}-{version}"
 
 
-def outcome_lines(conclusion: Conclusion) -> Iterator[Line]:
-    """How it ended: digest, epoch, times and flips, as far as they are known."""
+def outcome_lines(conclusion: Conclusion, said: Container[str] = ()) -> Iterator[Line]:
+    """How it ended: digest, epoch, times and flips, as far as they are known, and the warnings that
+    were not `said` with the plan."""
     report = conclusion.report
     if report is None or report.state == "running":
         return
@@ -76,7 +77,8 @@ def outcome_lines(conclusion: Conclusion) -> Iterator[Line]:
     if report.flip_ns:
         yield Line(f"  flips    {', '.join(microseconds(flip) for flip in report.flip_ns)}")
     for warning in report.warnings:
-        yield Line(f"  warning: {warning}", "yellow")
+        if warning not in said:
+            yield Line(f"  warning: {warning}", "yellow")
 
 
 def failure(conclusion: Conclusion) -> str:

@@ -19,7 +19,9 @@ from tests.unit.ctl.scripted_daemon import ScriptedDaemon
 
 def test_push_shows_the_plan_each_stage_and_the_outcome(tmp_path: Path) -> None:
     with ScriptedDaemon(tmp_path) as daemon:
-        daemon.on("push", reports.push_reply(warnings=("no tensor changed",))).play(reports.a_whole_push())
+        daemon.on("push", reports.push_reply(warnings=("no tensor changed",)))
+        done = reports.ended(warnings=("no tensor changed", "a straggler was fenced"))
+        daemon.play([*reports.a_whole_push()[:-1], done])
         ran = run(tmp_path, "push", "smollm2-v2")
     assert (ran.code, ran.stderr) == (0, "")
     assert ran.stdout.splitlines()[:3] == [
@@ -27,16 +29,17 @@ def test_push_shows_the_plan_each_stage_and_the_outcome(tmp_path: Path) -> None:
         "  read 64.0 MiB, share 193.0 MiB already resident, of 257.0 MiB in 272 tensors (sealed)",
         "  memory: peak 66.0 MiB of 6.0 GiB free, 64.0 MiB to stay",
     ]
-    assert "  warning: no tensor changed" in ran.stdout
+    assert ran.stdout.count("  warning: no tensor changed\n") == 1
     stages = [line.split()[2] for line in ran.stdout.splitlines() if " s  " in line]
     assert stages == ["planning", "loading", "verifying", "preparing", "committing"]
-    assert ran.stdout.splitlines()[-6:] == [
+    assert ran.stdout.splitlines()[-7:] == [
         f"done: push of smollm2-v2 serves ({OPERATION})",
         f"  digest   {reports.DIGEST_2}",
         "  epoch    7",
         "  times    load 500 ms (128.0 MiB/s), verify 125 ms (512.0 MiB/s), prepare 1.5 s, commit 2.1 ms",
         "  inferds  2 of 2 committed",
         "  flips    18.4 µs, 21.9 µs",
+        "  warning: a straggler was fenced",
     ]
 
 

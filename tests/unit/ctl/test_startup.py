@@ -9,6 +9,8 @@ from pathlib import Path
 from loaderd.ctl.exit_codes import ExitCode
 from tests.unit.ctl.command_line import ROOT, environment, run
 
+COMMANDS = ("push", "rollback", "wait", "status", "versions", "history", "diff", "events", "seal", "verify")
+
 
 def test_nothing_heavy_is_imported() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'fastapi', 'uvicorn', 'asyncio', 'structlog'}"
@@ -27,11 +29,18 @@ def test_nothing_heavy_is_imported() -> None:
 def test_help_names_every_command_and_every_exit_code(tmp_path: Path) -> None:
     ran = run(tmp_path, "--help")
     assert ran.code == 0
-    commands = "push rollback wait status versions history diff events seal verify"
-    for command in commands.split():
+    for command in COMMANDS:
         assert f" {command} " in ran.stdout, command
     for code in ExitCode:
         assert f"{code.value:>4}  {code.meaning}" in ran.stdout
+
+
+def test_the_page_has_every_command_and_every_exit_code() -> None:
+    page = (ROOT / "docs" / "loaderctl.md").read_text()
+    for command in COMMANDS:
+        assert f"\n## {command}\n" in page, command
+    for code in ExitCode:
+        assert f"\n| {code.value} | {code.meaning} |\n" in page
 
 
 def test_version(tmp_path: Path) -> None:
