@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -295,6 +296,19 @@ def test_a_second_server_is_refused_and_the_first_goes_on(path: Path) -> None:
     assert _run(main) == 200
 
 
+def test_signals_stay_with_the_process_entry(path: Path) -> None:
+    def handlers() -> list[object]:
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    async def main() -> tuple[list[object], list[object]]:
+        before = handlers()
+        async with _server(path):
+            return before, handlers()
+
+    before, during = _run(main)
+    assert during == before
+
+
 @pytest.mark.parametrize("moment", ["startup", "main_loop"])
 def test_a_server_that_fails_ends_the_body(path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_args: object, **_options: object) -> None:
@@ -338,16 +352,29 @@ def test_an_error_of_the_body_is_raised_as_it_is(path: Path) -> None:
 def test_connections_are_bounded_in_number(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "CONNECTIONS", 2)
 
-    async def main() -> bytes:
-        async with _server(path):
-            idle = [await asyncio.open_unix_connection(str(path)) for _time in range(2)]
-            reader, writer = await asyncio.open_unix_connection(str(path))
-            said = await reader.read()
-            for _reader, each in (*idle, (reader, writer)):
-                each.close()
-            return said
+    async def ask() -> bytes:
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        try:
+            writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            return await reader.read()
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
 
-    assert _run(main) == b""
+    async def main() -> tuple[bytes, bytes]:
+        async with _server(path):
+            _reader, first = await asyncio.open_unix_connection(str(path))
+            alone = await ask()
+            _reader, second = await asyncio.open_unix_connection(str(path))
+            crowded = await ask()
+            first.close()
+            second.close()
+            return alone, crowded
+
+    alone, crowded = _run(main)
+    assert alone.startswith(b"HTTP/1.1 200 OK")
+    assert crowded == b""
 
 
 def test_connections_are_bounded_in_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
