@@ -31,6 +31,7 @@ from loaderd.operations import Operations
 from loaderd.placement import PlacementRules
 from loaderd.plan import Verdict as PlanVerdict
 from loaderd.planning import Planner, plan_report
+from loaderd.reconciliation import Reconciliation
 from loaderd.slab_table import SlabTable
 from loaderd.versions import VersionTable
 from shared.codec import CONTROL_FRAME_BYTES
@@ -48,7 +49,7 @@ from shared.control import (
 )
 from shared.errors import ChangeoverError, ConfigError, InvalidRequest, ResourceError
 from shared.health import HealthServer, LoopPulse
-from shared.ids import Epoch, Generation, LeaseId, VersionRef
+from shared.ids import Generation, LeaseId, VersionRef
 from shared.memory.host import HostBackend
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
@@ -101,6 +102,7 @@ class Loaderd:
             self._spawn,
         )
         self.deployments: dict[str, Deployment] = {}
+        self._reconciliations: dict[str, Reconciliation] = {}
         self.inquiries = Inquiries(self._host, self.deployments, config.model_roots)
         self._attempts: dict[LeaseId, tuple[int, float]] = {}  # failures, and when to try again
 
@@ -119,10 +121,12 @@ class Loaderd:
     async def push(self, body: Push) -> PushReply:
         """Plan; unless it is a dry run or refused, start."""
         ref = VersionRef.of(body.name, body.model)
-        deployment = self._deployment(ref.model)
-        opened = await self._host.planner.open(body.name, ref, deployment.config)
+        opened = await self._host.planner.open(body.name, ref, self._config.model(ref.model))
         try:
-            plan = self._host.planner.plan(opened, deployment.active, deployment.retained)
+            # Only what starts makes a model known: a name that was mistyped leaves no trace.
+            known = self.deployments.get(ref.model)
+            active, retained = (known.active, known.retained) if known is not None else (None, None)
+            plan = self._host.planner.plan(opened, active, retained)
             report = plan_report(plan, opened)
             if body.dry_run or plan.verdict is not PlanVerdict.HOT:
                 if not body.dry_run:
@@ -134,7 +138,7 @@ class Loaderd:
         except BaseException:
             opened.close()
             raise
-        operation = deployment.push(opened)
+        operation = self._deployment(ref.model).push(opened)
         return PushReply(operation=operation.id, plan=report)
 
     async def rollback(self, body: Rollback) -> RollbackReply:
@@ -155,7 +159,10 @@ class Loaderd:
 
     def _deployment(self, model: str) -> Deployment:
         if model not in self.deployments:
-            self.deployments[model] = Deployment(model, self._config.model(model), self._host, Epoch(0))
+            deployment = Deployment(model, self._config.model(model), self._host)
+            recollected = self._chronicle.journal.recollection.committed.get(model)
+            self.deployments[model] = deployment
+            self._reconciliations[model] = Reconciliation(deployment, self._host, recollected)
         return self.deployments[model]
 
     # --- leases ----------------------------------------------------------------------------------
@@ -177,7 +184,8 @@ class Loaderd:
         # Until this attempt has ended there shall not be another.
         self._attempts[lease.id] = (failures, float("inf"))
         try:
-            await self._deployment(lease.model).welcome(lease)
+            self._deployment(lease.model)
+            await self._reconciliations[lease.model].welcome(lease)
         except ChangeoverError as error:
             wait_s = RETRY_AFTER_S[min(failures, len(RETRY_AFTER_S) - 1)]
             if lease.id in self.handoff.leases:
@@ -197,19 +205,17 @@ class Loaderd:
             await asyncio.sleep(MAINTAIN_EVERY_S)
             for lease in tuple(self.handoff.leases.values()):
                 _, not_before = self._attempts.get(lease.id, (0, 0.0))
-                deployment = self.deployments.get(lease.model)
-                if deployment is None or time.monotonic() < not_before:
+                reconciliation = self._reconciliations.get(lease.model)
+                if reconciliation is None or time.monotonic() < not_before:
                     continue
-                if deployment.is_behind(lease) or deployment.holds_needlessly(lease):
+                if reconciliation.is_due(lease):
                     self._spawn(self._welcome(lease))
 
     def recover(self) -> None:
         """Begin to find out what serves; pushes wait until it is known."""
-        for model, committed in self._chronicle.journal.recollection.committed.items():
-            deployment = self._deployment(model)
-            deployment.epoch = committed.epoch
-            deployment.recollected = committed
-            self._spawn(deployment.recover(self._config.adopt_grace_s))
+        for model in self._chronicle.journal.recollection.committed:
+            self._deployment(model)
+            self._spawn(self._reconciliations[model].recover(self._config.adopt_grace_s))
 
     # --- health ----------------------------------------------------------------------------------
 

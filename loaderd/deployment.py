@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from loaderd.adoption import read_config, take_back
 from loaderd.chronicle import Chronicle
 from loaderd.config import ModelConfig
-from loaderd.journal import Committed
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
@@ -50,20 +47,19 @@ class Deployment:
     been decided yet supersedes it.  Between prepare and commit nobody else may touch the slots.
     """
 
-    def __init__(self, model: str, config: ModelConfig, host: Host, epoch: Epoch) -> None:
+    def __init__(self, model: str, config: ModelConfig, host: Host) -> None:
         self.model = model
         self.config = config
-        self.epoch = epoch
+        self.epoch = Epoch(0)
         self.active: Version | None = None
         self.retained: Version | None = None
         self._host = host
-        self._one_operation = asyncio.Lock()
-        self._slots_in_hand = asyncio.Lock()
+        self.one_operation = asyncio.Lock()
+        self.slots_in_hand = asyncio.Lock()
         self._newest: Operation | None = None
+        self._current: Operation | None = None  # under way, not queued; None while a restore is
         self._cancel_load = threading.Event()
         self._rollout: RolloutDriver | None = None
-        self.recollected: Committed | None = None  # what the journal says, until something is active
-        self._is_found = asyncio.Event()
 
     # --- what it has -----------------------------------------------------------------------------
 
@@ -100,8 +96,8 @@ class Deployment:
             await self._activate(operation, version)
         except BaseException as error:
             if version.state is not VersionState.ACTIVE:
-                self._host.versions.advance(version, VersionEvent.FAIL, _cause(error), operation.id)
-                self._collect()
+                self._host.versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
+                self.collect()
             raise
 
     async def _load(self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None) -> Version:
@@ -143,8 +139,8 @@ class Deployment:
                 )
             versions.advance(version, VersionEvent.VERIFY, "every resident byte is verified", operation.id)
         except BaseException as error:
-            versions.advance(version, VersionEvent.FAIL, _cause(error), operation.id)
-            self._collect()
+            versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
+            self.collect()
             raise
         return version
 
@@ -182,7 +178,7 @@ class Deployment:
             return False
         versions = self._host.versions
         versions.advance(version, VersionEvent.SWEEP, "the same content is resident already", operation.id)
-        self._collect()
+        self.collect()
         if twin is self.active:
             operation.epoch = twin.epoch
             operation.warnings.append(f"{twin.tag} serves already; nothing was changed")
@@ -228,14 +224,14 @@ class Deployment:
             await self._activate(operation, target)
         except BaseException as error:
             if target.state is not VersionState.ACTIVE:
-                self._host.versions.advance(target, VersionEvent.RETAIN, _cause(error), operation.id)
+                self._host.versions.advance(target, VersionEvent.RETAIN, cause_of(error), operation.id)
             raise
 
     # --- prepare, commit, retain, sweep ----------------------------------------------------------
 
     async def _activate(self, operation: Operation, version: Version) -> None:
         """Prepare on every inferd, commit, and let what was active be retained."""
-        async with self._slots_in_hand:
+        async with self.slots_in_hand:
             operation.check_not_superseded()
             self._host.operations.enter(operation, "preparing")
             versions = self._host.versions
@@ -256,7 +252,7 @@ class Deployment:
             except ChangeoverError:
                 # The push needed the slot that held the way back; prepare it there again.
                 for lease in self.leases().values():
-                    await self._prepare_retained(lease)
+                    await self.prepare_retained(lease)
                 raise
             finally:
                 self._rollout = None
@@ -276,7 +272,7 @@ class Deployment:
         """Have nobody map a retained version any more, then free it; who does not let go keeps it."""
         self._host.versions.advance(version, VersionEvent.SWEEP, cause)
         await self._release_everywhere(version.tag)
-        self._collect()
+        self.collect()
 
     async def _release_everywhere(self, tag: VersionTag) -> None:
         async with asyncio.TaskGroup() as releases:
@@ -296,12 +292,12 @@ class Deployment:
                 inferd=lease.name,
             )
 
-    async def _prepare_retained(self, lease: Lease) -> None:
+    async def prepare_retained(self, lease: Lease) -> None:
         retained = self.retained
         if retained is None or lease.has_prepared(retained.tag):
             return
         try:
-            await lease.prepare(retained.memory, self.config.prepare_timeout_s)
+            await lease.prepare(retained.memory, self.config.prepare_timeout_s, self.config.drain_timeout_s)
         except ChangeoverError as error:
             self._host.chronicle.record(
                 "inferd.not_retained",
@@ -311,124 +307,23 @@ class Deployment:
                 inferd=lease.name,
             )
 
-    # --- inferds that attach ---------------------------------------------------------------------
+    # --- after a restart -------------------------------------------------------------------------
 
-    def is_behind(self, lease: Lease) -> bool:
-        """Whether an inferd should be serving something else."""
-        return self.active is not None and (lease.serving != self.active.tag or lease.epoch != self.epoch)
+    async def restore(self, opened: OpenedCheckpoint, expected: Digest) -> None:
+        """Load what the journal says was active; the caller holds `one_operation`.
 
-    def holds_needlessly(self, lease: Lease) -> bool:
-        """Whether an inferd keeps memory of a version that is on its way out, or that nobody knows."""
-        if self.active is None or self._slots_in_hand.locked():
-            return False  # not known yet, or a rollout is about to need it
-        return any(tag not in self._wanted() and tag != lease.serving for tag in lease.held)
-
-    def _wanted(self) -> set[VersionTag]:
-        return {version.tag for version in (self.active, self.retained) if version is not None}
-
-    async def welcome(self, lease: Lease) -> None:
-        """Adopt what an inferd holds if this loaderd has lost it, then bring the inferd up to date.
-
-        Raises PeerError if it goes away, and whatever it answers if it cannot; it goes on serving
-        what it has in any case.
+        Its outcome is an operation's, like any other's; a folder whose content changed is refused.
         """
-        async with self._slots_in_hand:
-            try:
-                await self._adopt_what_is_lost(lease)
-            finally:
-                if self.active is not None:
-                    self._is_found.set()
-            if self.active is not None:
-                await self._reconcile(lease, self.active)
-
-    async def recover(self, grace_s: float) -> None:
-        """After a restart: wait for an inferd that still maps the active version, else load it again.
-
-        Operations wait meanwhile.
-        """
-        async with self._one_operation:
-            try:
-                async with asyncio.timeout(grace_s):
-                    await self._is_found.wait()
-            except TimeoutError:
-                await self._restore()
-
-    async def _restore(self) -> None:
-        committed = self.recollected
-        if committed is None or self.active is not None:
-            return
-        ref = committed.tag.ref
-        operation = self._host.operations.start("restore", ref)
+        operation = self._host.operations.start("restore", opened.ref)
         self._newest = self._newest or operation
         error: ChangeoverError | None = None
         try:
-            opened = await self._host.planner.open(str(ref), ref, self.config)
-            with closing(opened):
-                await self._push(operation, opened, committed.tag.digest)
+            await self._push(operation, opened, expected)
         except ChangeoverError as caught:
             error = caught
         self._host.operations.end(operation, error)
 
-    async def _adopt_what_is_lost(self, lease: Lease) -> None:
-        """Take memory back as long as nothing is active: from then on what is unknown is stale."""
-        if self.active is not None:
-            return
-        wanted = self.recollected.tag if self.recollected is not None else lease.serving
-        if wanted is None or not lease.holds(wanted):
-            return
-        active = await self._adopt(lease, wanted)
-        self._host.versions.advance(active, VersionEvent.CONFIRM, "it serves")
-        if lease.epoch > self.epoch or self.recollected is None:
-            # The journal was lost; what serves is found out from who serves it.
-            self._commit_found(active, Epoch(max(lease.epoch, self.epoch)))
-        active.epoch, self.active = self.epoch, active
-        before = self.recollected.previous if self.recollected is not None else None
-        if before is not None and before != wanted and lease.holds(before):
-            retained = await self._adopt(lease, before)
-            self._host.versions.advance(retained, VersionEvent.RETAIN, "it is held for rollback")
-            self.retained = retained
-
-    async def _adopt(self, lease: Lease, tag: VersionTag) -> Version:
-        """A version whose every byte, where the inferd maps it, was hashed again."""
-        versions = self._host.versions
-        version = versions.new(tag.ref)
-        try:
-            version.resident = await take_back(lease, tag, self._host.backend, versions.slabs, version.user)
-            version.config = read_config(version.resident.assets)
-            versions.advance(version, VersionEvent.ADOPT, f"handed back by inferd {lease.name}")
-        except BaseException as error:
-            versions.advance(version, VersionEvent.FAIL, _cause(error))
-            self._collect()
-            raise
-        return version
-
-    async def _reconcile(self, lease: Lease, active: Version) -> None:
-        """Bring an inferd to the active version, have it drop what is of no use, prepare what is
-        retained."""
-        for tag in lease.held:
-            if tag not in self._wanted() and tag != lease.serving:
-                await lease.release(tag, self.config.drain_timeout_s)
-        if self.is_behind(lease):
-            if lease.epoch > self.epoch or (lease.epoch == self.epoch and lease.serving != active.tag):
-                self._commit_found(active, Epoch(lease.epoch + 1))
-            if not lease.has_prepared(active.tag):
-                await lease.prepare(active.memory, self.config.prepare_timeout_s)
-            await lease.commit(active.tag, self.epoch, self.config.commit_timeout_s)
-            self._host.chronicle.record(
-                "inferd.reconciled",
-                f"inferd {lease.name} serves {active.tag}",
-                model=self.model,
-                version=active.ref.version,
-                inferd=lease.name,
-                epoch=self.epoch,
-            )
-        for tag in lease.held:
-            if tag not in self._wanted():
-                await lease.release(tag, self.config.drain_timeout_s)
-        self._collect()
-        await self._prepare_retained(lease)
-
-    def _commit_found(self, version: Version, epoch: Epoch) -> None:
+    def commit_found(self, version: Version, epoch: Epoch) -> None:
         """Journal an epoch that an inferd knows and this loaderd's journal does not."""
         self._host.chronicle.journal.commit(version.tag, epoch, "", "found out from an inferd")
         self.epoch = version.epoch = epoch
@@ -440,9 +335,11 @@ class Deployment:
         before, self._newest = self._newest, operation
         if before is not None and before.is_running and before.kind != "restore":
             before.superseded_by = operation.id
-            self._cancel_load.set()
-            if self._rollout is not None:
-                self._rollout.abandon(before.superseded_error())
+            # What is queued behind a restore must not take that with it.
+            if before is self._current:
+                self._cancel_load.set()
+                if self._rollout is not None:
+                    self._rollout.abandon(before.superseded_error())
         return operation
 
     async def _run(
@@ -451,9 +348,13 @@ class Deployment:
         """Carry out one operation and record how it ended."""
         error: ChangeoverError | None = None
         try:
-            async with self._one_operation:
+            async with self.one_operation:
                 operation.check_not_superseded()
-                await work
+                self._current = operation
+                try:
+                    await work
+                finally:
+                    self._current = None
         except ChangeoverError as caught:
             error = caught
         finally:
@@ -462,7 +363,8 @@ class Deployment:
                 take_opened.close()
         self._host.operations.end(operation, error)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Free what is on its way out and mapped by nobody any more."""
         self._host.versions.collect(tuple(self._host.leases.values()))
 
     def _limits(self) -> RolloutLimits:
@@ -473,5 +375,6 @@ class Deployment:
         )
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
+    """What the journal says of an error."""
     return error.message if isinstance(error, ChangeoverError) else type(error).__name__

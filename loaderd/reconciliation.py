@@ -1,0 +1,161 @@
+"""Bringing inferds and loaderd to agree: after an inferd attaches, and after loaderd was restarted."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+
+from loaderd.adoption import read_config, take_back
+from loaderd.deployment import Deployment, Host, cause_of
+from loaderd.journal import Committed
+from loaderd.leases import Lease
+from loaderd.lifecycle import VersionEvent
+from loaderd.versions import Version
+from shared.errors import ChangeoverError
+from shared.ids import Epoch, VersionTag
+
+
+class Reconciliation:
+    """Brings the inferds of one model to its active version, and finds out what that is.
+
+    Used from the event loop's thread only.  Nothing here makes an inferd stop serving.
+    """
+
+    def __init__(self, deployment: Deployment, host: Host, recollected: Committed | None) -> None:
+        """`recollected` is what the journal says was committed before this start."""
+        self._deployment = deployment
+        self._host = host
+        self._recollected = recollected
+        self._is_found = asyncio.Event()
+        if recollected is not None:
+            deployment.epoch = recollected.epoch
+
+    # --- judging ---------------------------------------------------------------------------------
+
+    def is_due(self, lease: Lease) -> bool:
+        """Whether `welcome` would change anything for an inferd, and may run now."""
+        deployment = self._deployment
+        if deployment.active is None or deployment.slots_in_hand.locked():
+            return False  # not known yet, or a rollout is at it
+        return self._is_behind(lease) or any(self._is_needless(lease, tag) for tag in lease.held)
+
+    def _is_behind(self, lease: Lease) -> bool:
+        active = self._deployment.active
+        return active is not None and (lease.serving != active.tag or lease.epoch != self._deployment.epoch)
+
+    def _is_needless(self, lease: Lease, tag: VersionTag) -> bool:
+        """Whether an inferd keeps memory that is on its way out, or that nobody here knows."""
+        versions = (self._deployment.active, self._deployment.retained)
+        return tag != lease.serving and all(v is None or v.tag != tag for v in versions)
+
+    # --- an inferd attached, or is behind --------------------------------------------------------
+
+    async def welcome(self, lease: Lease) -> None:
+        """Adopt what an inferd holds if this loaderd has lost it, then bring the inferd up to date.
+
+        Raises PeerError if it goes away, and whatever it answers if it cannot; it goes on serving
+        what it has in any case.
+        """
+        deployment = self._deployment
+        async with deployment.slots_in_hand:
+            try:
+                await self._adopt_what_is_lost(lease)
+            finally:
+                if deployment.active is not None:
+                    self._is_found.set()
+            if deployment.active is not None:
+                await self._reconcile(lease, deployment.active)
+
+    async def _reconcile(self, lease: Lease, active: Version) -> None:
+        """Bring an inferd to the active version, have it drop what is of no use, and prepare what is
+        retained."""
+        deployment = self._deployment
+        config = deployment.config
+        await self._drop_needless(lease)
+        if self._is_behind(lease):
+            if lease.epoch > deployment.epoch or (
+                lease.epoch == deployment.epoch and lease.serving != active.tag
+            ):
+                deployment.commit_found(active, Epoch(lease.epoch + 1))
+            if not lease.has_prepared(active.tag):
+                await lease.prepare(active.memory, config.prepare_timeout_s)
+            await lease.commit(active.tag, deployment.epoch, config.commit_timeout_s)
+            self._host.chronicle.record(
+                "inferd.reconciled",
+                f"inferd {lease.name} serves {active.tag}",
+                model=deployment.model,
+                version=active.ref.version,
+                inferd=lease.name,
+                epoch=deployment.epoch,
+            )
+            await self._drop_needless(lease)
+        deployment.collect()
+        await deployment.prepare_retained(lease)
+
+    async def _drop_needless(self, lease: Lease) -> None:
+        for tag in lease.held:
+            if self._is_needless(lease, tag):
+                await lease.release(tag, self._deployment.config.drain_timeout_s)
+
+    # --- after a restart -------------------------------------------------------------------------
+
+    async def recover(self, grace_s: float) -> None:
+        """Wait for an inferd that still maps the active version, else load it again from its folder.
+
+        Operations wait meanwhile.
+        """
+        async with self._deployment.one_operation:
+            try:
+                async with asyncio.timeout(grace_s):
+                    await self._is_found.wait()
+            except TimeoutError:
+                await self._restore()
+
+    async def _restore(self) -> None:
+        committed = self._recollected
+        if committed is None or self._deployment.active is not None:
+            return
+        ref = committed.tag.ref
+        try:
+            opened = await self._host.planner.open(str(ref), ref, self._deployment.config)
+        except ChangeoverError as error:
+            self._host.chronicle.record(
+                "restore.refused", error.message, model=ref.model, version=ref.version
+            )
+            return
+        with closing(opened):
+            await self._deployment.restore(opened, committed.tag.digest)
+
+    async def _adopt_what_is_lost(self, lease: Lease) -> None:
+        """Take memory back as long as nothing is active: from then on what is unknown is stale."""
+        deployment, recollected = self._deployment, self._recollected
+        if deployment.active is not None:
+            return
+        wanted = recollected.tag if recollected is not None else lease.serving
+        if wanted is None or not lease.holds(wanted):
+            return
+        active = await self._adopt(lease, wanted)
+        self._host.versions.advance(active, VersionEvent.CONFIRM, "it serves")
+        if recollected is None:
+            # The journal was lost; what serves is found out from who serves it.
+            deployment.commit_found(active, lease.epoch)
+        active.epoch, deployment.active = deployment.epoch, active
+        before = recollected.previous if recollected is not None else None
+        if before is not None and before != wanted and lease.holds(before):
+            retained = await self._adopt(lease, before)
+            self._host.versions.advance(retained, VersionEvent.RETAIN, "it is held for rollback")
+            deployment.retained = retained
+
+    async def _adopt(self, lease: Lease, tag: VersionTag) -> Version:
+        """A version whose every byte, where the inferd maps it, was hashed again."""
+        versions = self._host.versions
+        version = versions.new(tag.ref)
+        try:
+            version.resident = await take_back(lease, tag, self._host.backend, versions.slabs, version.user)
+            version.config = read_config(version.resident.assets)
+            versions.advance(version, VersionEvent.ADOPT, f"handed back by inferd {lease.name}")
+        except BaseException as error:
+            versions.advance(version, VersionEvent.FAIL, cause_of(error))
+            self._deployment.collect()
+            raise
+        return version
