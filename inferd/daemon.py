@@ -106,6 +106,7 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
             slots.stop_admitting()
             cut_off = await api.drain(config.shutdown_timeout_s)
             log.info("inferd.drained", cut_off=cut_off)
+        await preparer.close()
         link_task.cancel()
         await asyncio.wait((link_task,))
         engine.stop()

@@ -50,6 +50,7 @@ class Preparer:
         self._backend = backend
         self._verify_mapped = verify_mapped
         self._one_at_a_time = asyncio.Lock()
+        self._is_closing = False
 
     async def prepare(self, incoming: IncomingVersion, timeout_s: float) -> PrepareTimes:
         """Map, check, build and warm; consumes the transfer, on every path.
@@ -60,6 +61,7 @@ class Preparer:
         """
         with incoming:
             async with self._one_at_a_time:
+                self._check_open()
                 slot = self._slots.holding(incoming.tag)
                 if slot is not None:
                     self._check_usable(slot)
@@ -73,6 +75,7 @@ class Preparer:
         Raises InvalidRequest if it serves, SlotBusy if it does not drain in time.
         """
         async with self._one_at_a_time:
+            self._check_open()
             slot = self._slots.holding(tag)
             if slot is None:
                 return
@@ -80,13 +83,27 @@ class Preparer:
                 raise InvalidRequest(f"{tag} serves; it cannot be released")
             await self._empty(slot, timeout_s, "released by loaderd")
 
+    async def close(self) -> None:
+        """Refuse further work and wait for the end of what is under way.
+
+        Before whoever asked for it is cancelled: a thread that maps or builds cannot be, and must not
+        find its slot taken away.
+        """
+        self._is_closing = True
+        async with self._one_at_a_time:
+            pass
+
     async def shut_down(self) -> None:
-        """Unmap everything; no request is left and no preparation runs."""
+        """Unmap everything; no request is left and `close` has returned."""
         async with self._one_at_a_time:
             for slot in self._slots:
                 if slot.life.state is not SlotState.EMPTY:
                     self._slots.retract()
                     await self._empty(slot, 0.0, "shutdown")
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise InvalidRequest("this inferd is shutting down")
 
     def _check_usable(self, slot: Slot) -> None:
         if slot.life.state not in (SlotState.PREPARED, SlotState.RETAINED, SlotState.SERVING):

@@ -125,8 +125,11 @@ class Lease:
 
     # --- what is asked of it ---------------------------------------------------------------------
 
-    async def prepare(self, version: ResidentVersion, timeout_s: float) -> Prepared:
-        """Have the inferd map, check, build and warm a version.
+    async def prepare(
+        self, version: ResidentVersion, timeout_s: float, drain_timeout_s: float = 0.0
+    ) -> Prepared:
+        """Have the inferd map, check, build and warm a version, within `timeout_s` from when it has a
+        slot for it; for that it may wait `drain_timeout_s` for requests on what the slot holds.
 
         Raises PrepareFailed if it cannot or answers for other bytes, DeadlineExceeded, PeerGone.
         """
@@ -135,7 +138,7 @@ class Lease:
                 request_id=request_id,
                 tag=Tag.of(version.tag),
                 slabs=len(version.slabs),
-                timeout_s=timeout_s,
+                timeout_s=drain_timeout_s,
             )
             async with self._sending:  # the frames of one transfer stay together
                 self._holds.setdefault(version.tag, time.monotonic())
@@ -144,7 +147,8 @@ class Lease:
                 for batch, borrowed in slab_batches(request_id, version.slabs):
                     await self._channel.send(encode(batch, HANDOFF_FRAME_BYTES), borrowed)
             try:
-                prepared = await self._await(answer, Prepared, timeout_s, "prepare")
+                # The inferd's own time-out for the slot comes first and says who holds it.
+                prepared = await self._await(answer, Prepared, drain_timeout_s + timeout_s, "prepare")
             except PrepareFailed:
                 self._holds.pop(version.tag, None)
                 raise
@@ -222,7 +226,7 @@ class Lease:
                         self._holds.setdefault(slot.tag.to_tag(), time.monotonic())
                 on_report(self)
             case HandedBack():
-                if message.request_id not in self._answers:
+                if message.request_id not in self._answers or message.request_id in self._returns:
                     raise ProtocolError(f"{self.name} handed back what nobody asked for")
                 incoming = IncomingVersion(message.tag.to_tag(), message.request_id, message.slabs, fds)
                 self._returns[message.request_id] = incoming

@@ -60,7 +60,13 @@ class Planner:
         Raises UnknownVersion, CheckpointError or DigestMismatch with file, tensor and byte, or
         CheckpointError if the model's policy asks for a seal and there is none.
         """
-        return await asyncio.to_thread(self._open, folder, ref, config)
+        opening = asyncio.ensure_future(asyncio.to_thread(self._open, folder, ref, config))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The caller's deadline passed; the thread goes on, and what it opens is nobody's.
+            opening.add_done_callback(_close_opened)
+            raise
 
     def _open(self, folder: str, ref: VersionRef, config: ModelConfig) -> OpenedCheckpoint:
         checkpoint = open_checkpoint(self._roots, folder)
@@ -107,6 +113,11 @@ class Planner:
             retained=self._versions.label(retained) if retained is not None else None,
             rules=self._rules,
         )
+
+
+def _close_opened(opening: asyncio.Future[OpenedCheckpoint]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def check_hot(plan: Plan, folder: str) -> None:

@@ -31,10 +31,12 @@ from shared.errors import ChangeoverError, DeadlineExceeded, PeerGone, PrepareFa
 from shared.ids import Epoch, LeaseId, VersionTag
 from shared.resident import ResidentVersion
 
+ANSWER_GRACE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """How long the steps of a rollout may take, in seconds."""
+    """How long the steps of a rollout may take, in seconds; before prepare a slot may have to drain."""
 
     prepare_s: float
     commit_s: float
@@ -89,10 +91,12 @@ class RolloutDriver:
         async with asyncio.TaskGroup() as tasks:
             for lease in self._leases.values():
                 tasks.create_task(self._prepare(lease))
+            # Last resort: each inferd's answer comes before, and says more.
+            limit_s = self._limits.drain_s + self._limits.prepare_s + ANSWER_GRACE_S
             deadline = asyncio.get_running_loop().call_later(
-                self._limits.prepare_s,
+                limit_s,
                 self.abandon,
-                DeadlineExceeded(f"{self.tag.ref} was not prepared within {self._limits.prepare_s:g} s"),
+                DeadlineExceeded(f"{self.tag.ref} was not prepared within {limit_s:g} s"),
             )
             try:
                 while True:
@@ -160,7 +164,7 @@ class RolloutDriver:
         event: RolloutEvent
         try:
             if lease.id not in self._had_it:
-                done = await lease.prepare(self._version, self._limits.prepare_s)
+                done = await lease.prepare(self._version, self._limits.prepare_s, self._limits.drain_s)
                 self._chronicle.publish(
                     "inferd.prepared",
                     f"inferd {lease.name} prepared {self.tag.ref}",

@@ -132,7 +132,8 @@ class Refused(WireModel):
 
 
 class Prepare(WireModel):
-    """Map, check, build and warm `tag`; fds: layout table, assets.  `SlabBatch` frames follow."""
+    """Map, check, build and warm `tag`, waiting at most `timeout_s` for the slot it needs to drain;
+    fds: layout table, assets.  `SlabBatch` frames follow."""
 
     kind: Literal["prepare"] = "prepare"
     request_id: Count
