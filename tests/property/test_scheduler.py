@@ -203,6 +203,18 @@ def test_the_youngest_is_preempted_and_keeps_its_slot() -> None:
     assert scheduler.pool.counts().used == 0
 
 
+def test_what_was_computed_under_two_versions_is_never_offered_as_a_prefix() -> None:
+    scheduler = Scheduler(BlockPool(8, SIZE), LIMITS)
+    scheduler.add(make(1, 0, [0], 6))
+    _plain_step(scheduler)
+    scheduler.move(1, 1, ROOTS[1], is_kept=True)  # in the middle of its first block
+    while scheduler.has_work:
+        _plain_step(scheduler)
+    for root in ROOTS:
+        assert scheduler.pool.match([root.extend([0, 0])]) == []
+    assert scheduler.pool.counts().free == 8
+
+
 def test_the_same_id_twice_is_refused() -> None:
     scheduler = Scheduler(BlockPool(4, SIZE), LIMITS)
     scheduler.add(make(1, 0, [0]))

@@ -15,6 +15,7 @@ from transformers import (
     BloomForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Phi3Config,
@@ -23,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from inferd.engine.model import build_model
+from inferd.engine.model import _refuse_meta, build_model
 from inferd.engine.protocol import SamplingParams
 from shared.errors import InvalidRequest
 
@@ -97,6 +98,19 @@ def test_nothing_is_asked_of_the_network(tiny_folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     build_model(tag_of("v1"), read_tensors(tiny_folder), tiny_folder)
+
+
+def test_a_tensor_without_a_value_is_named(tiny_folder: Path) -> None:
+    model = build_model(tag_of("v1"), read_tensors(tiny_folder), tiny_folder)
+    model.module.get_submodule("model.norm").scale = torch.ones(2, device="meta")
+    with pytest.raises(InvalidRequest, match=r"model\.norm\.scale has no value"):
+        _refuse_meta(model.module)
+
+
+def test_a_buffer_that_nothing_derives_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_init_weights", lambda self, module: None)
+    with pytest.raises(InvalidRequest, match="does not say how its buffer 'inv_freq' is derived"):
+        build_model(tag_of("v1"), read_tensors(tiny_folder), tiny_folder)
 
 
 def lack(tensors: Tensors) -> None:
