@@ -13,8 +13,6 @@ from shared.config_file import ConfigModel
 from shared.messages import Name
 from shared.run_dir import DEFAULT_RUN_DIR
 
-_ENGINE, _API = EngineSettings(), ApiSettings()
-
 Timeout = Annotated[float, Field(gt=0, le=86_400)]
 
 # Instances: on a slotted class, the attributes are descriptors and not the defaults.

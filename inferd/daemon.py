@@ -38,6 +38,9 @@ log = structlog.get_logger(__name__)
 
 API_SOCKET_MODE = 0o666
 
+UNLOAD_WITHIN_S = 30.0
+"""What a shutdown takes beyond waiting for requests; systemd is told to be that patient."""
+
 
 class ProgressWatch:
     """Whether an engine that has work makes steps; observed with each beat of the loop's pulse."""
@@ -62,7 +65,6 @@ class ProgressWatch:
 async def serve(config: InferdConfig, stop: Stop) -> None:
     """Run inferd until `stop`: refuse, drain, unload, in that order."""
     run_dir = RunDir(config.run_dir)
-    notifier = Notifier.from_environment()
     registry = new_registry("inferd")
     backend = HostBackend()
     engine = TransformersEngine(config.engine.settings())
@@ -70,6 +72,7 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
     watch = ProgressWatch(engine, config.stuck_after_s)
     pulse = LoopPulse(observe_lag=loop_lag_histogram(registry).observe, on_beat=watch.observe)
     async with AsyncExitStack() as stack:
+        notifier = stack.enter_context(Notifier.from_environment())
         stack.enter_context(run_dir.only_daemon(f"inferd-{config.name}"))
         supervisor = await stack.enter_async_context(Supervisor())
         engine.start()
@@ -103,6 +106,7 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
             notifier.ready(notices.status())
             reason = await stop.wait()
             notifier.stopping(f"stopping: {reason}")
+            notifier.extend_timeout(config.shutdown_timeout_s + UNLOAD_WITHIN_S)
             slots.stop_admitting()
             cut_off = await api.drain(config.shutdown_timeout_s)
             log.info("inferd.drained", cut_off=cut_off)

@@ -114,7 +114,7 @@ class LoaderdLink:
         """One connection from hello to its end; True if it was ever welcome."""
         is_welcome = False
         try:
-            _check_peer(channel)
+            _check_peer(channel, self._socket_path.parent)
             await channel.send(encode(self._hello(), HANDOFF_FRAME_BYTES))
             await self._expect_welcome(channel)
             is_welcome = True
@@ -311,7 +311,9 @@ class LoaderdLink:
             log.info("answer.undelivered", kind=message.kind)
 
 
-def _check_peer(channel: SeqpacketChannel) -> None:
-    """Take weights only from root or this daemon's own user."""
-    if channel.peer.uid not in (0, os.getuid()):
+def _check_peer(channel: SeqpacketChannel, run_dir: Path) -> None:
+    """Take weights only from root, this daemon's own user, or the owner of the run directory: whoever
+    else can create a socket there is not loaderd."""
+    trusted = {0, os.getuid(), run_dir.stat().st_uid}
+    if channel.peer.uid not in trusted:
         raise ProtocolError(f"loaderd runs as uid {channel.peer.uid}, which is not trusted")

@@ -13,7 +13,8 @@ class Right(StrEnum):
     """What a verb needs."""
 
     READ = "read"  # anyone who reaches the socket
-    CHANGE = "change"  # root, the daemon's own user, the configured group
+    CHANGE = "change"  # root, the daemon's own user, the admin group
+    ATTACH = "attach"  # those, and the group of the inferds
 
 
 RIGHTS: Mapping[str, Right] = {
@@ -25,7 +26,7 @@ RIGHTS: Mapping[str, Right] = {
     "verify": Right.CHANGE,  # it reads every resident byte: work that a reader may not cause
     "push": Right.CHANGE,
     "rollback": Right.CHANGE,
-    "attach": Right.CHANGE,
+    "attach": Right.ATTACH,
 }
 
 
@@ -40,22 +41,34 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """A group of the system."""
+
+    gid: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
-    """Who may change things."""
+    """Who may change things, and who may take weights."""
 
     own_uid: int
-    admin_gid: int | None
-    admin_group: str = ""
+    admins: Group | None = None
+    inferds: Group | None = None  # may attach, and nothing else
 
     def check(self, verb: str, caller: Caller) -> None:
         """Raise NotPermitted unless the caller may use the verb."""
-        if RIGHTS[verb] is Right.READ or caller.uid in (0, self.own_uid):
+        right = RIGHTS[verb]
+        if right is Right.READ or caller.uid in (0, self.own_uid):
             return
-        if self.admin_gid is not None and self.admin_gid in (caller.gid, *caller.groups):
+        groups = [group for group in (self.admins, self.inferds) if group is not None]
+        if right is Right.CHANGE:
+            groups = [group for group in groups if group is self.admins]
+        if any(group.gid in (caller.gid, *caller.groups) for group in groups):
             return
-        allowed = f"root, uid {self.own_uid}"
-        if self.admin_gid is not None:
-            allowed += f" and members of group {self.admin_group}"
+        allowed = f"root, uid {self.own_uid}" + "".join(
+            f" and members of group {group.name}" for group in groups
+        )
         raise NotPermitted(
             f"uid {caller.uid} may not {verb}; {allowed} may", verb=verb, uid=caller.uid, allowed=allowed
         )

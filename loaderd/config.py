@@ -33,6 +33,7 @@ class LoaderdConfig(ConfigModel):
     memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None  # weights of all versions together
     slab_bytes: Annotated[int, Field(ge=2 << 20)] = 1 << 30
     admin_group: str | None = None  # may push and roll back, beside root and the daemon's user
+    inferd_group: str | None = None  # may attach and take weights, and nothing else
     adopt_grace_s: Timeout = 5.0  # after a restart, wait this long for inferds before loading again
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     models: dict[Name, ModelConfig] = Field(default_factory=dict)

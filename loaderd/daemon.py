@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from loaderd.authorisation import Policy
+from loaderd.authorisation import Group, Policy
 from loaderd.chronicle import Chronicle
 from loaderd.config import LoaderdConfig
 from loaderd.control_server import ControlServer
@@ -107,14 +107,12 @@ class Loaderd:
         self._attempts: dict[LeaseId, tuple[int, float]] = {}  # failures, and when to try again
 
     def policy(self) -> Policy:
-        """Who may change things; raises ConfigError for a group that does not exist."""
-        group = self._config.admin_group
-        if group is None:
-            return Policy(os.getuid(), None)
-        try:
-            return Policy(os.getuid(), grp.getgrnam(group).gr_gid, group)
-        except KeyError as error:
-            raise ConfigError(f"admin_group {group!r} does not exist") from error
+        """Who may do what; raises ConfigError for a group that does not exist."""
+        return Policy(
+            os.getuid(),
+            _group("admin_group", self._config.admin_group),
+            _group("inferd_group", self._config.inferd_group),
+        )
 
     # --- verbs that change something -------------------------------------------------------------
 
@@ -234,10 +232,18 @@ class Loaderd:
         self._supervisor.start(work, name=getattr(work, "__qualname__", "work"), may_end=True)
 
 
+def _group(key: str, name: str | None) -> Group | None:
+    if name is None:
+        return None
+    try:
+        return Group(grp.getgrnam(name).gr_gid, name)
+    except KeyError as error:
+        raise ConfigError(f"{key}: group {name!r} does not exist") from error
+
+
 async def serve(config: LoaderdConfig, stop: Stop) -> None:
     """Run loaderd until `stop`."""
     run_dir = RunDir(config.run_dir)
-    notifier = Notifier.from_environment()
     try:
         config.state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -245,6 +251,7 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
     registry = new_registry("loaderd")
     pulse = LoopPulse(observe_lag=loop_lag_histogram(registry).observe)
     with ExitStack() as stack:
+        notifier = stack.enter_context(Notifier.from_environment())
         stack.enter_context(run_dir.only_daemon("loaderd"))
         journal = stack.enter_context(Journal(config.state_dir / "journal.jsonl"))
         context = stack.enter_context(zmq.Context())

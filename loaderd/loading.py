@@ -167,7 +167,7 @@ def _verify(
     """Hash every place once and return the layout; shared places were verified when they were loaded
     and are what the seal promises, by digest."""
     places = request.placement.places
-    shared = {tensor.tensor for tensor in request.placement.shared}
+    shared = {tensor.tensor: tensor.crc32 for tensor in request.placement.shared}
     by_place: dict[tuple[int, int, int], list[TensorSource]] = defaultdict(list)
     for source in request.checkpoint.tensors:
         place = places[source.name]
@@ -178,8 +178,7 @@ def _verify(
         first = sources[0]
         place = places[first.name]
         if request.seal is not None and first.name in shared:
-            sealed = request.seal.tensors[first.name]
-            crc, digest = sealed.crc32, sealed.digest
+            crc, digest = shared[first.name], request.seal.tensors[first.name].digest
         else:
             crc, digest = _hash_resident(request, slabs, sources, crcs)
         progress.add_verified(first.nbytes)

@@ -33,6 +33,7 @@ class ResidentPlace:
     slab_id: SlabId
     offset_bytes: int
     nbytes: int
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Residents:
                 if tensor.nbytes:
                     slab_id = layout.slabs[tensor.slab].slab_id
                     places.setdefault(
-                        tensor.digest, ResidentPlace(slab_id, tensor.offset_bytes, tensor.nbytes)
+                        tensor.digest,
+                        ResidentPlace(slab_id, tensor.offset_bytes, tensor.nbytes, tensor.crc32),
                     )
         slabs = {
             slab_id: ResidentSlab(slab_id, sizes[slab_id], frozenset(holders[slab_id])) for slab_id in sizes
@@ -116,6 +118,7 @@ class SharedTensor:
     slab_id: SlabId
     offset_bytes: int
     nbytes: int
+    crc32: int  # of the resident bytes, as they were verified when they were loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,15 @@ def place(
         digest = digests.get(tensor.name)
         resident = residents.places.get(digest) if digest is not None else None
         if resident is not None and resident.nbytes == tensor.nbytes and resident.slab_id in usable:
-            shared.append(SharedTensor(tensor.name, resident.slab_id, resident.offset_bytes, tensor.nbytes))
+            shared.append(
+                SharedTensor(
+                    tensor.name,
+                    resident.slab_id,
+                    resident.offset_bytes,
+                    tensor.nbytes,
+                    resident.crc32,
+                )
+            )
             continue
         content = (digest, tensor.nbytes)
         spot = by_content.get(content)

@@ -17,7 +17,8 @@ from shared.errors import ConfigError, DriverError
 from shared.logs import escape_controls, get_logger
 
 SEND_TIMEOUT_S = 2.0
-"""Longest wait for a full queue of systemd's; the caller's thread blocks meanwhile."""
+"""Longest wait for a full queue of systemd's at the calls that must be heard (ready, stopping);
+the caller's thread blocks meanwhile."""
 
 STATUS_BYTES = 1024
 """Longest status text; systemd reads at most 4096 bytes of a message."""
@@ -143,16 +144,17 @@ class Notifier:
         return (f"STATUS={line}",)
 
     def _send_or_log(self, *lines: str) -> None:
+        # Never waits: a commit reports its status from the event loop, and systemd may be busy.
         try:
-            self._send(*lines)
+            self._send(*lines, flags=socket.MSG_DONTWAIT)
         except DriverError as error:
             _log.warning("systemd was not told", lines=list(lines), error=error.message)
 
-    def _send(self, *lines: str) -> None:
+    def _send(self, *lines: str, flags: int = 0) -> None:
         if self._socket is None or self._address is None or not lines:
             return
         try:
-            self._socket.sendto("\n".join(lines).encode(), self._address)
+            self._socket.sendto("\n".join(lines).encode(), flags, self._address)
         except OSError as error:
             detail = error.strerror or str(error)
             raise DriverError(f"sendto(NOTIFY_SOCKET, {lines[0]})", error.errno or 0, detail) from error

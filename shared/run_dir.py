@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -17,9 +17,6 @@ Endpoint = Literal["chat", "completions", "models", "other"]
 Outcome = Literal["2xx", "4xx", "5xx", "interrupted", "disconnected"]
 TokenKind = Literal["prompt", "cached", "completion"]
 
-ENDPOINTS: Final[tuple[Endpoint, ...]] = ("chat", "completions", "models", "other")
-OUTCOMES: Final[tuple[Outcome, ...]] = ("2xx", "4xx", "5xx", "interrupted", "disconnected")
-TOKEN_KINDS: Final[tuple[TokenKind, ...]] = ("prompt", "cached", "completion")
 NO_VERSION: Final = "none"
 """The label of a request that no version answered, or whose version is gone by now."""
 
@@ -77,8 +74,7 @@ class ApiMetrics:
         version = version_label(tag)
         with self._lock:
             self._versions.discard(version)
-            self._next_token.remove_by_labels({"version": version})
-            for metric in (self._requests, self._tokens, self._first_token):
+            for metric in (self._requests, self._tokens, self._first_token, self._next_token):
                 metric.remove_by_labels({"version": version})
 
     def answered(self, endpoint: Endpoint, outcome: Outcome, tag: VersionTag | None) -> None:

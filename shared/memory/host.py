@@ -154,7 +154,7 @@ class HostBackend:
         return min(available_bytes(), self._budget.free_bytes)
 
     def create_slab(self, device: DeviceId, nbytes: int) -> WritableHostSlab:
-        """Allocate every page now.  Blocking (about 0.1 s per GiB), without the GIL."""
+        """Allocate every page now.  Blocking (0.3 to 1 s per GiB, by the machine), without the GIL."""
         if nbytes <= 0:
             raise InvariantError(f"a slab cannot have {nbytes} bytes")
         entry = SlabEntry(SlabId(uuid4().hex), device, nbytes)

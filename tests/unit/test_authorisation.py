@@ -6,11 +6,11 @@ from typing import get_args
 
 import pytest
 
-from loaderd.authorisation import RIGHTS, Caller, Policy, Right, parse_peer_address
+from loaderd.authorisation import RIGHTS, Caller, Group, Policy, Right, parse_peer_address
 from shared import control
 from shared.errors import NotPermitted, ProtocolError
 
-POLICY = Policy(own_uid=990, admin_gid=991, admin_group="changeover")
+POLICY = Policy(own_uid=990, admins=Group(991, "admins"), inferds=Group(992, "inferds"))
 STRANGER = Caller(uid=1000, gid=1000, pid=7, groups=frozenset({1000, 27}))
 READING = sorted(verb for verb, right in RIGHTS.items() if right is Right.READ)
 CHANGING = sorted(verb for verb, right in RIGHTS.items() if right is Right.CHANGE)
@@ -23,7 +23,8 @@ def test_every_verb_has_a_right() -> None:
 
 
 def test_whatever_changes_something_needs_the_right_to() -> None:
-    assert {"push", "rollback", "attach"} <= set(CHANGING)
+    assert {"push", "rollback"} <= set(CHANGING)
+    assert RIGHTS["attach"] is Right.ATTACH
 
 
 @pytest.mark.parametrize("verb", READING)
@@ -51,7 +52,17 @@ def test_others_may_not(verb: str) -> None:
     with pytest.raises(NotPermitted, match=f"uid 1000 may not {verb}; root, uid 990 and members of group"):
         POLICY.check(verb, STRANGER)
     with pytest.raises(NotPermitted):
-        Policy(own_uid=990, admin_gid=None).check(verb, Caller(1000, 991, 1, frozenset({991})))
+        Policy(own_uid=990).check(verb, Caller(1000, 991, 1, frozenset({991})))
+
+
+def test_an_inferd_may_attach_and_nothing_else() -> None:
+    inferd = Caller(993, 992, 1, frozenset({992}))
+    POLICY.check("attach", inferd)
+    for verb in CHANGING:
+        with pytest.raises(NotPermitted, match="members of group admins may"):
+            POLICY.check(verb, inferd)
+    with pytest.raises(NotPermitted, match="group admins and members of group inferds may"):
+        POLICY.check("attach", STRANGER)
 
 
 def test_a_peer_address_of_ipc() -> None:

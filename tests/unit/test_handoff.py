@@ -104,7 +104,7 @@ async def _pair(tmp_path: Path) -> AsyncIterator[Pair]:
     try:
         with Journal(tmp_path / "journal.jsonl") as journal:
             chronicle = Chronicle(journal, Generation("g1"), publisher)
-            server = HandoffServer(Generation("g1"), Policy(os.getuid(), None), writer, chronicle, holder)
+            server = HandoffServer(Generation("g1"), Policy(os.getuid()), writer, chronicle, holder)
             slots = Slots("toy", lambda: [link.slots_changed() for link in links], lambda tag: None)
             preparer = Preparer(slots, engine, reader, verify_mapped=True)
             link = LoaderdLink(Identity("a", "toy"), tmp_path / "h.sock", slots, preparer, engine, reader)

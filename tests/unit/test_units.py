@@ -222,9 +222,13 @@ def test_the_run_directory_is_shared_and_sticky(tmp_path: Path) -> None:
     assert status.st_gid == _ids(tmp_path / "etc/group")[group]
 
 
-def test_who_may_attach_is_in_the_group_that_may_change_things(tmp_path: Path) -> None:
-    assert "m changeover-inferd changeover-admin" in _text("changeover.sysusers.conf").splitlines()
-    assert "Creating group 'changeover-admin'" in _dry_run("changeover.sysusers.conf", tmp_path)
+def test_inferds_have_a_group_of_their_own_and_do_not_administer(tmp_path: Path) -> None:
+    """`inferd_group` and `admin_group` of loaderd.toml name these two."""
+    created = _dry_run("changeover.sysusers.conf", tmp_path)
+    assert "Creating group 'changeover-inferd'" in created
+    assert "Creating group 'changeover-admin'" in created
+    members = [line for line in _text("changeover.sysusers.conf").splitlines() if line.startswith("m ")]
+    assert members == []
 
 
 def _ids(database: Path) -> dict[str, int]:
