@@ -203,6 +203,7 @@ def build_report(run: DemoRun) -> Json:
         "refused": sum(step.kind is StepKind.BROKEN and step.exit_code != 0 for step in run.steps),
         "flip_us": _samples(ns / 1e3 for step in pushes for ns in _flips(step)),
         "rollback_us": _samples(ns / 1e3 for step in rollbacks for ns in _flips(step)),
+        "rollback_operation_ms": _samples(_operation_ms(step) for step in rollbacks),
         "rollback_command_s": _samples(_seconds(step.window) for step in rollbacks),
         "load_s": _samples(
             step.operation.load_s
@@ -225,6 +226,13 @@ def build_report(run: DemoRun) -> Json:
 
 def _flips(step: Step) -> tuple[int, ...]:
     return step.operation.flip_ns if step.operation is not None else ()
+
+
+def _operation_ms(step: Step) -> float:
+    operation = step.operation
+    if operation is None or operation.ended_ns is None:
+        return 0.0
+    return (operation.ended_ns - operation.started_ns) / 1e6
 
 
 def _seconds(window: Window) -> float:

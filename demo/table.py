@@ -14,9 +14,10 @@ from demo.report import Expectation, Json
 from demo.run import Kept
 
 _MEASURED = (
-    ("flip, commit received to new version admissible", "flip_us", "µs"),
-    ("the same for rollbacks", "rollback_us", "µs"),
-    ("rollback, whole command", "rollback_command_s", "s"),
+    ("flip (commit received to new version admissible)", "flip_us", "µs"),
+    ("flip of a rollback", "rollback_us", "µs"),
+    ("rollback in loaderd (asked to done)", "rollback_operation_ms", "ms"),
+    ("rollback, whole loaderctl command", "rollback_command_s", "s"),
     ("load", "load_s", "s"),
     ("time to first token", "ttft_ms", "ms"),
     ("inter-token latency, quiet", "itl_ms_quiet", "ms"),

@@ -44,7 +44,7 @@ def test_numbers_come_from_the_steps_and_answers() -> None:
     back = step(
         "v1",
         kind=StepKind.ROLLBACK,
-        operation=operation("v1", kind="rollback", flip_ns=(3_000,), bytes_read=0),
+        operation=operation("v1", kind="rollback", flip_ns=(3_000,), bytes_read=0, ended_ns=5_000_001),
         window=Window(60_000_000, 70_000_000),
     )
     refused = step(kind=StepKind.BROKEN, exit_code=5, expected_exit=5, operation=None)
@@ -52,6 +52,13 @@ def test_numbers_come_from_the_steps_and_answers() -> None:
     assert (report["swaps"], report["rollbacks"], report["refused"]) == (2, 1, 1)
     assert report["flip_us"] == {"count": 2, "p50": 2.0, "p99": 2.0, "max": 2.0, "samples": [2.0, 2.0]}
     assert report["rollback_us"] == {"count": 1, "p50": 3.0, "p99": 3.0, "max": 3.0, "samples": [3.0]}
+    assert report["rollback_operation_ms"] == {
+        "count": 1,
+        "p50": 5.0,
+        "p99": 5.0,
+        "max": 5.0,
+        "samples": [5.0],
+    }
     assert report["load_s"] == {"count": 2, "p50": 0.5, "p99": 0.5, "max": 0.5, "samples": [0.5, 0.5]}
     assert report["versions"] == [{"tag": V1, "requests": 1}, {"tag": V2, "requests": 1}]
 
