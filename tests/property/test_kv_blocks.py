@@ -64,7 +64,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(version=st.sampled_from(VERSIONS))
     def retire(self, version: Digest) -> None:
         self.pool.forget(version)
-        assert not self.pool.match(chain(version, [0, 0])) and not self.pool.match(chain(version, [1, 1]))
+        assert not self.pool.match(chain(version, [0, 0]))
+        assert not self.pool.match(chain(version, [1, 1]))
 
     @rule(count=st.integers(0, TOTAL + 1))
     def ask_for_too_much(self, count: int) -> None:
@@ -93,7 +94,8 @@ TestPool = PoolMachine.TestCase
 def test_keys_are_equal_only_for_equal_prefixes_of_one_version(one: list[int], other: list[int]) -> None:
     a, b = VERSIONS
     for first in chain(a, one):
-        assert first not in chain(b, one) and first.chain not in [key.chain for key in chain(b, other)]
+        assert first not in chain(b, one)
+        assert first.chain not in [key.chain for key in chain(b, other)]
     common = [x == y for x, y in zip(chain(a, one), chain(a, other), strict=False)]
     wanted = [one[: n * SIZE] == other[: n * SIZE] for n in range(1, len(common) + 1)]
     assert common == wanted
