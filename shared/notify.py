@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, MutableMapping
 from types import TracebackType
@@ -26,11 +27,17 @@ STATUS_BYTES = 1024
 _log = get_logger("changeover.notify")
 
 
+def _timeval(seconds: float) -> bytes:
+    """A struct timeval, as SO_SNDTIMEO takes it."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
 class Notifier:
     """The line to systemd; without NOTIFY_SOCKET every call does nothing.
 
     `ready`, `reloading`, `stopping`, `extend_timeout` and `main_pid` raise DriverError if systemd
-    cannot be told: going on would end in a start or stop timeout.  `status` and `watchdog` only log.
+    cannot be told: going on would end in a start or stop timeout.  `status` and `watchdog` never wait
+    and only log: they are said while requests are answered, and are said again.
     """
 
     def __init__(self, address: str | None, watchdog_s: float | None = None) -> None:
@@ -44,7 +51,9 @@ class Notifier:
             raise ConfigError(f"NOTIFY_SOCKET {address!r} is neither a path nor @name", address=address)
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(SEND_TIMEOUT_S)
+        # The kernel's time limit, not Python's: that one would poll, and an unconnected datagram
+        # socket always polls as writable.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(SEND_TIMEOUT_S))
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] | None = None) -> Self:

@@ -167,6 +167,32 @@ def test_ready_must_arrive_and_status_need_not(tmp_path: Path) -> None:
             notifier.stopping()
 
 
+def test_what_is_said_while_requests_are_answered_never_waits(
+    ear: Ear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Notifier(ear.address) as notifier:
+        refused: list[str] = []
+        monkeypatch.setattr(notify, "_log", _Warnings(refused))
+        # With no time limit, a call that waits for the full queue would never return.
+        assert notifier._socket is not None
+        notifier._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, notify._timeval(0))
+        while not refused:
+            notifier.status("again")
+        notifier.watchdog()
+        assert len(refused) == 2
+    assert set(ear.pending()) == {"STATUS=again"}
+
+
+class _Warnings:
+    """A log that keeps the warnings."""
+
+    def __init__(self, kept: list[str]) -> None:
+        self._kept = kept
+
+    def warning(self, event: str, **_: object) -> None:
+        self._kept.append(event)
+
+
 def test_a_full_queue_blocks_for_a_bounded_time(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as filler:
         with suppress(BlockingIOError):
