@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from inferd.api.metrics import NO_VERSION, version_label
 from inferd.engine.protocol import Tokenizer
 from shared.errors import InvalidRequest
 
@@ -86,11 +87,13 @@ def engine() -> GatedEngine:
     return engine
 
 
-def disconnected(served: Served) -> float:
-    version = "v1@sha256:111111111111"
-    return served.metric(
-        "inferd_api_requests_total", endpoint="chat", outcome="disconnected", version=version
-    )
+async def abort(served: Served) -> tuple[int, int]:
+    return served.api.abort(V2), served.api.abort(V1)
+
+
+def disconnected(served: Served, endpoint: str = "chat", version: str = version_label(V1)) -> float:
+    labels = {"endpoint": endpoint, "outcome": "disconnected", "version": version}
+    return served.metric("inferd_api_requests_total", **labels)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -147,6 +150,7 @@ def test_a_client_that_goes_before_its_body_is_complete_takes_no_ticket(engine: 
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
         assert served.http().get("/v1/models").status_code == 200
     assert admission.taken == 0
+    assert disconnected(served, "completions", NO_VERSION) == 1
 
 
 def test_the_ticket_is_held_until_the_engine_has_let_go(engine: GatedEngine) -> None:
@@ -275,14 +279,25 @@ def test_a_request_that_is_moved_names_and_holds_both_versions(engine: GatedEngi
 
 def test_requests_of_a_withdrawn_version_end_with_an_error(engine: GatedEngine) -> None:
     engine.gated.gate.set()
+    engine.holds_cancels = True  # the client is told at once, the ticket waits for the engine
     admission = CountedAdmission(V1, V2)
-
-    async def abort() -> tuple[int, int]:
-        return served.api.abort(V2), served.api.abort(V1)
-
     with serve(engine, admission) as served, served.connect() as connection:
         send_request(connection)
         assert engine.wait_submitted(1)
-        assert served.call(abort()) == (0, 1)
+        assert served.call(abort(served)) == (0, 1)
+        assert read_until(connection, b'"code":"aborted"').startswith(b"HTTP/1.1 503")
+        assert admission.out == 1
+        engine.let_cancels_go()
+        assert admission.wait_none_out()
+
+
+def test_a_request_that_is_ended_while_its_prompt_is_read_submits_nothing(engine: GatedEngine) -> None:
+    admission = CountedAdmission(V1, V2)
+    with serve(engine, admission) as served, served.connect() as connection:
+        send_request(connection)
+        assert engine.gated.reached.wait(20)
+        assert served.call(abort(served)) == (0, 1)
+        engine.gated.gate.set()
         assert read_until(connection, b'"code":"aborted"').startswith(b"HTTP/1.1 503")
         assert admission.wait_none_out()
+    assert engine.requests == []
