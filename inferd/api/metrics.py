@@ -35,7 +35,8 @@ class ApiMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lock = threading.Lock()
-        self._versions: set[str] = set()
+        # The series of each resident version, to be removed with it.
+        self._series: dict[str, set[tuple[Counter | Histogram, tuple[str, ...]]]] = {}
         self._requests = Counter(
             "inferd_api_requests",
             "Requests by what came of them: a status class, 'interrupted' by an error after the headers were "
@@ -67,40 +68,43 @@ class ApiMetrics:
     def admit(self, tag: VersionTag) -> None:
         """Let `tag` be a label until it is forgotten."""
         with self._lock:
-            self._versions.add(version_label(tag))
+            self._series.setdefault(version_label(tag), set())
 
     def forget_version(self, tag: VersionTag) -> None:
         """Drop every series of `tag`, which has been retired."""
-        version = version_label(tag)
         with self._lock:
-            self._versions.discard(version)
-            for metric in (self._requests, self._tokens, self._first_token, self._next_token):
-                metric.remove_by_labels({"version": version})
+            for metric, labels in self._series.pop(version_label(tag), ()):
+                metric.remove(*labels)
 
     def answered(self, endpoint: Endpoint, outcome: Outcome, tag: VersionTag | None) -> None:
         """Count a request that is over."""
         with self._lock:
-            self._requests.labels(endpoint, outcome, self._label(tag)).inc()
+            self._requests.labels(*self._enter(self._requests, tag, endpoint, outcome)).inc()
 
     def tokens(self, kind: TokenKind, count: int, tag: VersionTag) -> None:
         """Count tokens."""
         with self._lock:
-            self._tokens.labels(kind, self._label(tag)).inc(count)
+            self._tokens.labels(*self._enter(self._tokens, tag, kind)).inc(count)
 
     def first_token(self, endpoint: Endpoint, seconds: float, tag: VersionTag) -> None:
         """A sequence's first token came `seconds` after its request."""
         with self._lock:
-            self._first_token.labels(endpoint, self._label(tag)).observe(seconds)
+            self._first_token.labels(*self._enter(self._first_token, tag, endpoint)).observe(seconds)
 
     def next_tokens(self, count: int, seconds: float, tag: VersionTag) -> None:
         """`count` tokens of a sequence came `seconds` after the one before."""
         with self._lock:
-            series = self._next_token.labels(self._label(tag))
+            series = self._next_token.labels(*self._enter(self._next_token, tag))
             for _ in range(count):
                 series.observe(seconds / count)
 
-    def _label(self, tag: VersionTag | None) -> str:
+    def _enter(self, metric: Counter | Histogram, tag: VersionTag | None, *labels: str) -> tuple[str, ...]:
+        """The label values of a series; the version comes last."""
         # An answer may end after its version was retired; it must not bring the series back.
-        if tag is None or (version := version_label(tag)) not in self._versions:
-            return NO_VERSION
-        return version
+        version = NO_VERSION if tag is None else version_label(tag)
+        series = self._series.get(version)
+        if series is None:
+            return (*labels, NO_VERSION)
+        values = (*labels, version)
+        series.add((metric, values))
+        return values
