@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from typing import assert_never
 
 import structlog
 
@@ -26,6 +27,7 @@ from shared.http_server import HttpServer
 from shared.ids import VersionTag
 from shared.logs import route_library_logs
 from shared.memory.host import HostBackend
+from shared.messages import InFlight
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
 from shared.progress import Progress
@@ -80,10 +82,16 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
         notices = _Notices(notifier)
         slots = Slots(config.model, notices.slots_changed, notices.version_retired)
         preparer = Preparer(slots, engine, backend, verify_mapped=config.verify_mapped)
-        link = LoaderdLink(
-            Identity(config.name, config.model), run_dir.handoff, slots, preparer, engine, backend
-        )
         api = create_app(engine, slots, config.api.settings(), registry)
+        link = LoaderdLink(
+            Identity(config.name, config.model),
+            run_dir.handoff,
+            slots,
+            preparer,
+            engine,
+            backend,
+            lambda policy, before: _turn_requests(policy, before, api, engine),
+        )
         notices.connect(slots, link, api)
         InferdMetrics(registry, engine, slots, link)
 
@@ -115,6 +123,21 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
         await asyncio.wait((link_task,))
         engine.stop()
         await preparer.shut_down()
+
+
+def _turn_requests(policy: InFlight, before: VersionTag, api: Api, engine: Engine) -> int:
+    """Carry out an in-flight policy for the requests that run on `before`; returns how many it concerned."""
+    match policy:
+        case "finish":
+            return 0
+        case "switch":
+            return api.move(before, lambda sequence, slot: engine.move(sequence, slot, keep_kv=True))
+        case "restart":
+            return api.move(before, lambda sequence, slot: engine.move(sequence, slot, keep_kv=False))
+        case "abort":
+            return api.abort(before)
+        case _:
+            assert_never(policy)
 
 
 class _Notices:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -41,15 +41,19 @@ from shared.handoff import (
     SlabBatch,
     Welcome,
 )
-from shared.ids import Epoch
+from shared.ids import Epoch, VersionTag
 from shared.memory.backend import MemoryBackend
-from shared.messages import Tag, WireError
+from shared.messages import InFlight, Tag, WireError
 from shared.transfer import IncomingVersion, slab_batches, table_fds
 
 log = structlog.get_logger(__name__)
 
 REPORT_EVERY_S = 1.0
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+TurnRequests = Callable[[InFlight, VersionTag], int]
+"""What to do with the requests that run on a version: the policy, the version → how many were turned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,10 @@ class LoaderdLink:
         preparer: Preparer,
         engine: Engine,
         backend: MemoryBackend,
+        turn: TurnRequests,
     ) -> None:
+        """`turn` carries an in-flight policy out right after a flip."""
+        self._turn = turn
         self._identity = identity
         self._socket_path = socket_path
         self._slots = slots
@@ -199,7 +206,11 @@ class LoaderdLink:
 
     def _commit(self, message: Commit, arrived_ns: int) -> FromInferd:
         try:
+            before = self._slots.serving()
             flipped_ns = self._slots.commit(message.tag.to_tag(), Epoch(message.epoch))
+            turned = 0
+            if before is not None and before != message.tag.to_tag():
+                turned = self._turn(message.in_flight, before)
         except ChangeoverError as error:
             return Failed(request_id=message.request_id, error=WireError.of(error))
         return Committed(
@@ -207,6 +218,7 @@ class LoaderdLink:
             tag=message.tag,
             epoch=message.epoch,
             flip_ns=flipped_ns - arrived_ns,
+            requests_turned=turned,
         )
 
     # --- prepare ---------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class Slots:
     def release(self, ticket: Ticket) -> None:
         """Give a ticket back; wakes whoever drains the slot."""
         self._references.release(ticket.slot)
-        if self._slots[ticket.slot].life.state is SlotState.DRAINING:
+        if self._slots[ticket.slot].life.state is SlotState.DRAINING and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._released.set)
 
     def serving(self) -> VersionTag | None:

@@ -136,12 +136,12 @@ class Loaderd:
         except BaseException:
             opened.close()
             raise
-        operation = self._deployment(ref.model).push(opened)
+        operation = self._deployment(ref.model).push(opened, body.in_flight)
         return PushReply(operation=operation.id, plan=report)
 
     async def rollback(self, body: Rollback) -> RollbackReply:
         """Start to commit a version that is still resident."""
-        operation = self._named_deployment(body.model).rollback(body.to)
+        operation = self._named_deployment(body.model).rollback(body.to, body.in_flight)
         return RollbackReply(operation=operation.id)
 
     def _named_deployment(self, model: str | None) -> Deployment:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loaderd.chronicle import Chronicle
+from loaderd.compatibility import compare_assets, is_tokenizer_file
 from loaderd.config import ModelConfig
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
@@ -18,10 +19,10 @@ from loaderd.planning import OpenedCheckpoint, Planner, check_hot
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.versions import Version, VersionTable
 from shared.control import ModelReport
-from shared.errors import ChangeoverError, DigestMismatch, InvalidRequest, UnknownVersion
+from shared.errors import ChangeoverError, DigestMismatch, InvalidRequest, PlanRefused, UnknownVersion
 from shared.ids import DeviceId, Digest, Epoch, LeaseId, VersionRef, VersionTag
 from shared.memory.backend import MemoryBackend
-from shared.messages import Tag
+from shared.messages import InFlight, Tag
 
 PROGRESS_EVERY_S = 0.2
 
@@ -79,9 +80,9 @@ class Deployment:
 
     # --- push ------------------------------------------------------------------------------------
 
-    def push(self, take_opened: OpenedCheckpoint) -> Operation:
+    def push(self, take_opened: OpenedCheckpoint, in_flight: InFlight) -> Operation:
         """Start a push; owns the checkpoint from here."""
-        operation = self._begin("push", take_opened.ref)
+        operation = self._begin("push", take_opened.ref, in_flight)
         self._host.spawn(self._run(operation, self._push(operation, take_opened), take_opened))
         return operation
 
@@ -189,13 +190,13 @@ class Deployment:
 
     # --- rollback --------------------------------------------------------------------------------
 
-    def rollback(self, to: str | None) -> Operation:
+    def rollback(self, to: str | None, in_flight: InFlight) -> Operation:
         """Start to commit a version that is still resident.
 
         Raises InvalidRequest if nothing is retained, UnknownVersion if `to` is not resident.
         """
         target = self._rollback_target(to)
-        operation = self._begin("rollback", target.ref)
+        operation = self._begin("rollback", target.ref, in_flight)
         self._host.spawn(self._run(operation, self._roll_back(operation, target), None))
         return operation
 
@@ -233,6 +234,7 @@ class Deployment:
         """Prepare on every inferd, commit, and let what was active be retained."""
         async with self.slots_in_hand:
             operation.check_not_superseded()
+            self._check_tokens_keep_their_meaning(operation, version)
             self._host.operations.enter(operation, "preparing")
             versions = self._host.versions
             versions.advance(version, VersionEvent.PREPARE, operation.kind, operation.id)
@@ -267,6 +269,18 @@ class Deployment:
                 out, self.retained = self.retained, before
                 if out is not None:
                     await self._sweep(out, f"{before.ref} is retained instead")
+
+    def _check_tokens_keep_their_meaning(self, operation: Operation, version: Version) -> None:
+        """Raise PlanRefused where requests would be carried over to a version with another tokenizer."""
+        if operation.in_flight not in ("switch", "restart") or self.active is None:
+            return
+        changed = compare_assets(version.asset_digests(), self.active.asset_digests())
+        tokenizer = [name for name in changed if is_tokenizer_file(name)]
+        if tokenizer:
+            raise PlanRefused(
+                f"in-flight policy {operation.in_flight!r} needs one tokenizer: "
+                f"{', '.join(tokenizer)} of {version.ref} differs from {self.active.ref}'s"
+            )
 
     async def _sweep(self, version: Version, cause: str) -> None:
         """Have nobody map a retained version any more, then free it; who does not let go keeps it."""
@@ -330,8 +344,8 @@ class Deployment:
 
     # --- operations ------------------------------------------------------------------------------
 
-    def _begin(self, kind: Kind, ref: VersionRef) -> Operation:
-        operation = self._host.operations.start(kind, ref)
+    def _begin(self, kind: Kind, ref: VersionRef, in_flight: InFlight) -> Operation:
+        operation = self._host.operations.start(kind, ref, in_flight)
         before, self._newest = self._newest, operation
         if before is not None and before.is_running and before.kind != "restore":
             before.superseded_by = operation.id

@@ -35,7 +35,7 @@ from shared.handoff import (
     SlabBatch,
 )
 from shared.ids import Epoch, LeaseId, VersionTag
-from shared.messages import Tag
+from shared.messages import InFlight, Tag
 from shared.resident import ResidentVersion
 from shared.transfer import IncomingVersion, slab_batches, table_fds
 
@@ -158,10 +158,12 @@ class Lease:
             )
         return prepared
 
-    async def commit(self, tag: VersionTag, epoch: Epoch, timeout_s: float) -> Committed:
+    async def commit(
+        self, tag: VersionTag, epoch: Epoch, timeout_s: float, in_flight: InFlight = "finish"
+    ) -> Committed:
         """Have the inferd flip to a prepared version; raises what it answers, DeadlineExceeded, PeerGone."""
         with self._expect() as (request_id, answer):
-            message = Commit(request_id=request_id, tag=Tag.of(tag), epoch=epoch)
+            message = Commit(request_id=request_id, tag=Tag.of(tag), epoch=epoch, in_flight=in_flight)
             await self._channel.send(encode(message, HANDOFF_FRAME_BYTES))
             committed = await self._await(answer, Committed, timeout_s, "commit")
         if committed.tag.to_tag() != tag or committed.epoch != epoch:

@@ -12,7 +12,7 @@ from loaderd.chronicle import Chronicle
 from shared.control import OperationReport, OperationState, Stage
 from shared.errors import ChangeoverError, InvalidRequest, PlanRefused, Superseded
 from shared.ids import Epoch, OperationId, VersionRef, VersionTag
-from shared.messages import WireError
+from shared.messages import InFlight, WireError
 
 OPERATIONS_KEPT = 200
 PROGRESS_EVERY_S = 0.1
@@ -33,6 +33,7 @@ class Operation:
     id: OperationId
     kind: Kind
     ref: VersionRef
+    in_flight: InFlight = "finish"
     started_ns: int = field(default_factory=time.time_ns)
     state: OperationState = "running"
     stage: Stage = "planning"
@@ -48,6 +49,7 @@ class Operation:
     verify_s: float = 0.0
     prepare_s: float = 0.0
     commit_s: float = 0.0
+    requests_turned: int = 0
     flip_ns: list[int] = field(default_factory=list)
     ended_ns: int | None = None
     error: ChangeoverError | None = None
@@ -89,6 +91,8 @@ class Operation:
             verify_s=self.verify_s,
             prepare_s=self.prepare_s,
             commit_s=self.commit_s,
+            in_flight=self.in_flight,
+            requests_turned=self.requests_turned,
             flip_ns=tuple(self.flip_ns),
             started_ns=self.started_ns,
             ended_ns=self.ended_ns,
@@ -104,9 +108,9 @@ class Operations:
         self._chronicle = chronicle
         self._operations: OrderedDict[OperationId, Operation] = OrderedDict()
 
-    def start(self, kind: Kind, ref: VersionRef) -> Operation:
+    def start(self, kind: Kind, ref: VersionRef, in_flight: InFlight = "finish") -> Operation:
         """A new running operation."""
-        operation = Operation(new_operation_id(), kind, ref)
+        operation = Operation(new_operation_id(), kind, ref, in_flight)
         self._operations[operation.id] = operation
         for known in list(self._operations.values()):
             if len(self._operations) <= OPERATIONS_KEPT:

@@ -188,11 +188,14 @@ class RolloutDriver:
     async def _commit(self, lease: Lease) -> None:
         event: RolloutEvent
         try:
-            committed = await lease.commit(self.tag, self._epoch, self._limits.commit_s)
+            committed = await lease.commit(
+                self.tag, self._epoch, self._limits.commit_s, self._operation.in_flight
+            )
         except ChangeoverError as error:
             event = CommitBroke(lease.id, error)
         else:
             self._operation.flip_ns.append(committed.flip_ns)
+            self._operation.requests_turned += committed.requests_turned
             event = Committed(lease.id)
         self._events.put_nowait(event)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, TypeAdapter, model_validator
 
-from shared.messages import Count, DigestText, Name, Seconds, Tag, WireError, WireModel
+from shared.messages import Count, DigestText, InFlight, Name, Seconds, Tag, WireError, WireModel
 
 # --- requests ------------------------------------------------------------------------------------
 
@@ -22,6 +22,7 @@ class Push(WireModel):
     name: Name
     model: Name | None = None
     dry_run: bool = False
+    in_flight: InFlight = "finish"
 
 
 class Rollback(WireModel):
@@ -30,6 +31,7 @@ class Rollback(WireModel):
     verb: Literal["rollback"] = "rollback"
     model: Name | None = None  # None: the only model there is
     to: Name | None = None  # version (`v1`) or folder (`smollm2-v1`)
+    in_flight: InFlight = "finish"
 
 
 class Status(WireModel):
@@ -140,6 +142,8 @@ class OperationReport(WireModel):
     verify_s: Seconds = 0.0
     prepare_s: Seconds = 0.0
     commit_s: Seconds = 0.0
+    in_flight: InFlight = "finish"
+    requests_turned: Count = 0  # moved or ended by the policy, over all inferds
     flip_ns: tuple[Count, ...] = ()  # one per inferd: commit received → new version admissible
     started_ns: Count
     ended_ns: Count | None = None

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.control import SlotReport
-from shared.messages import Count, Name, Seconds, Tag, WireError, WireModel
+from shared.messages import Count, InFlight, Name, Seconds, Tag, WireError, WireModel
 
 FDS_PER_FRAME = 128
 """Well below the kernel's SCM_MAX_FD of 253."""
@@ -67,13 +67,15 @@ class Prepared(WireModel):
 
 
 class Committed(WireModel):
-    """`tag` serves under `epoch`; `flip_ns` from the commit's arrival to the flip."""
+    """`tag` serves under `epoch`; `flip_ns` from the commit's arrival to the flip, `requests_turned` how
+    many running requests the policy moved or ended."""
 
     kind: Literal["committed"] = "committed"
     request_id: Count
     tag: Tag
     epoch: Count
     flip_ns: Count
+    requests_turned: Count = 0
 
 
 class Released(WireModel):
@@ -149,6 +151,7 @@ class Commit(WireModel):
     request_id: Count
     tag: Tag
     epoch: Count
+    in_flight: InFlight = "finish"
 
 
 class Release(WireModel):

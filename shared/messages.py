@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +13,11 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$")]
 DigestText = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+InFlight = Literal["finish", "switch", "restart", "abort"]
+"""What becomes of requests that run at the flip: they end on the old version (the default), go on with the
+new weights over the keys and values they have, are computed anew on the new weights, or are ended."""
 
 
 class WireModel(BaseModel):

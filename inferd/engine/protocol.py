@@ -177,6 +177,11 @@ class Engine(Protocol):
         the queue is full."""
         ...
 
+    def move(self, sequence_id: int, slot: int, *, keep_kv: bool) -> None:
+        """Let a sequence go on with the version in `slot` from the next step: over the keys and values
+        it has (`keep_kv`), or computing all its tokens anew.  Unknown ids are ignored.  Thread-safe."""
+        ...
+
     def cancel(self, sequence_id: int) -> None:
         """End a sequence early; its sink gets CANCELLED.  Unknown ids are ignored (it just ended)."""
         ...

@@ -11,7 +11,7 @@ from loaderd.ctl.exit_codes import ExitCode
 from loaderd.ctl.follow import Conclusion, Follower
 from loaderd.ctl.live_view import LiveView
 from loaderd.ctl.operation_view import JsonView, LineView, OperationView
-from loaderd.ctl.session import Json, Model, Session, Timeout, Wait, session_of
+from loaderd.ctl.session import InFlight, Json, Model, Session, Timeout, Wait, session_of
 from loaderd.ctl.summary import reattach
 from loaderd.ctl.terminal import Terminal
 from shared.control import Push, PushReply, Rollback, RollbackReply
@@ -22,6 +22,7 @@ def push(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Checkpoint folder below a model root.")],
     model: Model = None,
+    in_flight: InFlight = "finish",
     wait: Wait = True,
     timeout: Timeout = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and change nothing.")] = False,
@@ -33,7 +34,9 @@ def push(
     5). Ctrl-C stops the waiting, not the push.
     """
     session = session_of(context, is_json=json)
-    body = Push(name=check_name(name, "version"), model=_checked_model(model), dry_run=dry_run)
+    body = Push(
+        name=check_name(name, "version"), model=_checked_model(model), dry_run=dry_run, in_flight=in_flight
+    )
     with session.client() as client, _view(session.terminal) as view:
         try:
             reply = client.ask(body, PushReply, PLAN_DEADLINE_S)
@@ -52,6 +55,7 @@ def rollback(
     context: typer.Context,
     model: Model = None,
     to: Annotated[str | None, typer.Option(metavar="VERSION", help="A version that is resident.")] = None,
+    in_flight: InFlight = "finish",
     wait: Wait = True,
     timeout: Timeout = None,
     json: Json = False,
@@ -59,7 +63,7 @@ def rollback(
     """Serve the retained version again: a flip, nothing is loaded."""
     session = session_of(context, is_json=json)
     to = None if to is None else check_name(to, "version")
-    body = Rollback(model=_checked_model(model), to=to)
+    body = Rollback(model=_checked_model(model), to=to, in_flight=in_flight)
     with session.client() as client, _view(session.terminal) as view:
         try:
             reply = client.ask(body, RollbackReply)

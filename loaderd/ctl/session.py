@@ -10,6 +10,7 @@ import typer
 
 from loaderd.ctl.client import ControlClient
 from loaderd.ctl.terminal import Terminal
+from shared import messages
 from shared.run_dir import DEFAULT_RUN_DIR, RunDir
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
@@ -20,6 +21,13 @@ Timeout = Annotated[
     ),
 ]
 Wait = Annotated[bool, typer.Option("--wait/--detach", help="Wait for the end, or return at once.")]
+InFlight = Annotated[
+    messages.InFlight,
+    typer.Option(
+        help="What becomes of requests that run at the flip: they finish on the old version, switch to "
+        "the new weights over the keys and values they have, restart on them, or are aborted."
+    ),
+]
 Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Which model, where it cannot be told.")]
 
 

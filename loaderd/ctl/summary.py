@@ -74,6 +74,8 @@ def outcome_lines(conclusion: Conclusion, said: Container[str] = ()) -> Iterator
         yield Line(f"  times    {', '.join(known)}")
     if report.inferds_total:
         yield Line(f"  inferds  {report.inferds_committed} of {report.inferds_total} committed")
+    if report.requests_turned:
+        yield Line(f"  requests {report.requests_turned} that ran at the flip: {report.in_flight}")
     if report.flip_ns:
         yield Line(f"  flips    {', '.join(microseconds(flip) for flip in report.flip_ns)}")
     for warning in report.warnings:

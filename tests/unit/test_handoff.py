@@ -36,7 +36,7 @@ from shared.errors import (
 )
 from shared.fdpass import SeqpacketChannel
 from shared.handoff import FROM_LOADERD, Hello, Refused, Welcome
-from shared.ids import Epoch, Generation
+from shared.ids import Epoch, Generation, VersionTag
 from shared.memory.host import HostBackend
 from shared.resident import ResidentVersion, check_identity
 from shared.run_dir import listen_seqpacket
@@ -82,7 +82,7 @@ class Pair:
     engine: FakeEngine
     slots: Slots
     link: LoaderdLink
-    tasks: asyncio.TaskGroup
+    turned: list[tuple[str, VersionTag]]
 
     @property
     def lease(self) -> Lease:
@@ -107,12 +107,20 @@ async def _pair(tmp_path: Path) -> AsyncIterator[Pair]:
             server = HandoffServer(Generation("g1"), Policy(os.getuid()), writer, chronicle, holder)
             slots = Slots("toy", lambda: [link.slots_changed() for link in links], lambda tag: None)
             preparer = Preparer(slots, engine, reader, verify_mapped=True)
-            link = LoaderdLink(Identity("a", "toy"), tmp_path / "h.sock", slots, preparer, engine, reader)
+            turned: list[tuple[str, VersionTag]] = []
+
+            def turn(policy: str, before: VersionTag) -> int:
+                turned.append((policy, before))
+                return 3
+
+            link = LoaderdLink(
+                Identity("a", "toy"), tmp_path / "h.sock", slots, preparer, engine, reader, turn
+            )
             links.append(link)
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(server.run(listener))
                 linking = tasks.create_task(link.run())
-                pair = Pair(tmp_path / "h.sock", holder, server, writer, engine, slots, link, tasks)
+                pair = Pair(tmp_path / "h.sock", holder, server, writer, engine, slots, link, turned)
                 await holder.until(lambda: bool(holder.here))
                 yield pair
                 linking.cancel()
@@ -182,6 +190,21 @@ def test_prepare_commit_release(short_path: Path) -> None:
         await pair.lease.release(v1.tag, 5)
         assert pair.states() == (SlotState.EMPTY, SlotState.SERVING)
         assert pair.lease.held == (v2.tag,)
+        _close(v1, v2)
+
+    run(short_path, scenario)
+
+
+def test_the_in_flight_policy_comes_with_the_flip(short_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        v1 = await _prepared(pair, "v1")
+        first = await pair.lease.commit(v1.tag, Epoch(1), 5, "abort")
+        assert (first.requests_turned, pair.turned) == (0, []), "nothing ran before"
+        v2 = await _prepared(pair, "v2", b"y")
+        second = await pair.lease.commit(v2.tag, Epoch(2), 5, "switch")
+        assert (second.requests_turned, pair.turned) == (3, [("switch", v1.tag)])
+        await pair.lease.commit(v2.tag, Epoch(3), 5, "abort")
+        assert len(pair.turned) == 1, "the version did not change"
         _close(v1, v2)
 
     run(short_path, scenario)

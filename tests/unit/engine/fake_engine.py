@@ -102,6 +102,7 @@ class FakeEngine:
         self.tensors: dict[int, Mapping[str, torch.Tensor]] = {}
         self.assets: dict[int, Path] = {}
         self.requests: list[tuple[int, int, list[int], SamplingParams]] = []
+        self.moves: list[tuple[int, int, bool]] = []  # sequence, slot, whether its KV was kept
 
     # --- what a test does to it ------------------------------------------------------------------
 
@@ -227,6 +228,13 @@ class FakeEngine:
             self.requests.append((sequence_id, slot, prompt, params))
             self._submitted += 1
             self._changed.notify_all()
+
+    def move(self, sequence_id: int, slot: int, *, keep_kv: bool) -> None:
+        with self._changed:
+            self._need(slot)
+            if sequence_id in self._sequences:
+                self._sequences[sequence_id].slot = slot
+                self.moves.append((sequence_id, slot, keep_kv))
 
     def cancel(self, sequence_id: int) -> None:
         with self._changed:
