@@ -143,8 +143,10 @@ def test_a_file_that_changes_while_it_is_read(folder: Path, backend: FakeBackend
         def touch(_: SlabId) -> None:
             backend.before_read = None
             path = folder / "model.safetensors"
-            raw = path.read_bytes()
-            path.write_bytes(raw[:-4] + b"\0\0\0\0")
+            # In place: a truncated file would be seen as one that ends early by whoever reads meanwhile.
+            with path.open("r+b") as file:
+                file.seek(-4, os.SEEK_END)
+                file.write(b"\0\0\0\0")
 
         backend.before_read = touch
         with pytest.raises(CheckpointError, match=r"model\.safetensors: .*changed"):
