@@ -59,9 +59,7 @@ def test_a_stream_that_runs_at_the_flip_ends_on_its_version(host: ServingHost, e
         assert other.version == before
 
 
-def test_a_session_stays_on_its_version_while_that_is_resident(
-    host: ServingHost, expected: Expected
-) -> None:
+def test_a_session_stays_on_its_version_while_that_is_resident(host: ServingHost, expected: Expected) -> None:
     host.push("v1")
     v1 = str(host.active())
     with host.client() as client:

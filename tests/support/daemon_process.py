@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class DaemonProcess:
         address.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(address))
+        self._heard = threading.Condition()
         kept = {key: value for key, value in os.environ.items() if key != "JOURNAL_STREAM"}
         kept.pop(RUN_DIR_VARIABLE, None)
         with self.log.open("ab") as sink:
@@ -57,6 +58,9 @@ class DaemonProcess:
                 stdout=sink,
                 stderr=sink,
             )
+        self._threads = [threading.Thread(target=work) for work in (self._listen, self._watch)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def pid(self) -> int:
@@ -67,31 +71,34 @@ class DaemonProcess:
         return self._process.poll() is None
 
     def await_notice(self, wanted: str, within_s: float = START_WITHIN_S) -> str:
-        """Read notices until one has a line that starts with `wanted`; returns that line."""
-        end = time.monotonic() + within_s
-        while True:
-            self._socket.settimeout(max(0.01, min(0.5, end - time.monotonic())))
-            try:
-                text = self._socket.recv(4096).decode()
-            except TimeoutError:
-                if not self.is_running:
-                    raise AssertionError(f"{self.name} ended with {self._process.returncode}") from None
-                if time.monotonic() >= end:
-                    raise AssertionError(f"{self.name} said no {wanted} in {within_s} s") from None
-                continue
-            self.notices.append(text)
-            line = next((line for line in text.splitlines() if line.startswith(wanted)), None)
-            if line is not None:
-                return line
+        """Wait until a notice has a line that starts with `wanted`; returns that line."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._line(wanted) or not self.is_running, within_s)
+            line = self._line(wanted)
+        if line is None:
+            how = (
+                f"still runs after {within_s} s" if self.is_running else f"ended: {self._process.returncode}"
+            )
+            raise AssertionError(f"{self.name} said no {wanted}, it {how}")
+        return line
 
-    def read_notices(self) -> list[str]:
-        """Everything that was said until now."""
-        self._socket.setblocking(False)
-        try:
-            while True:
-                self.notices.append(self._socket.recv(4096).decode())
-        except BlockingIOError:
-            return self.notices
+    def _line(self, wanted: str) -> str | None:
+        lines = (line for notice in self.notices for line in notice.splitlines())
+        return next((line for line in lines if line.startswith(wanted)), None)
+
+    def _listen(self) -> None:
+        while True:
+            notice = self._socket.recv(4096).decode()
+            with self._heard:
+                if not notice:
+                    return
+                self.notices.append(notice)
+                self._heard.notify_all()
+
+    def _watch(self) -> None:
+        self._process.wait()
+        with self._heard:
+            self._heard.notify_all()
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -114,4 +121,7 @@ class DaemonProcess:
     def close(self) -> None:
         """Kill what still runs."""
         self.kill()
+        self._socket.shutdown(socket.SHUT_RD)  # wakes the listener
+        for thread in self._threads:
+            thread.join()
         self._socket.close()

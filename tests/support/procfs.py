@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ def fd_kinds(pid: int) -> Counter[str]:
     kinds: Counter[str] = Counter()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            target = os.readlink(fd)
+            target = str(fd.readlink())
         except FileNotFoundError:
             continue  # closed since it was listed
         kinds[re.sub(r"[:\[].*", "", target) if not target.startswith("/") else target] += 1

@@ -10,17 +10,20 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
+import zmq
 
 from loaderd.ctl.client import ControlClient
 from loaderd.ctl.event_stream import EventStream
+from loaderd.ctl.exit_codes import ExitCode, exit_code_of
+from loaderd.ctl.follow import outcome
 from shared.control import (
-    Event,
     History,
     HistoryEntry,
     HistoryReport,
@@ -34,7 +37,7 @@ from shared.control import (
     Status,
     StatusReport,
 )
-from shared.errors import DaemonUnreachable
+from shared.errors import ChangeoverError, DaemonUnreachable
 from shared.ids import VersionTag
 from shared.run_dir import RUN_DIR_VARIABLE, RunDir
 from tests.support.daemon_process import ROOT, DaemonProcess, entry
@@ -71,6 +74,7 @@ class ServingHost:
         self._inferd_configs: dict[str, str] = {}
         self._loaderd: DaemonProcess | None = None
         self._client: ControlClient | None = None
+        self._stream: EventStream | None = None
         self._started: list[DaemonProcess] = []
 
     # --- daemons ---------------------------------------------------------------------------------
@@ -170,12 +174,23 @@ class ServingHost:
         """A client of the running loaderd, kept until that ends."""
         if self._client is None:
             self._client = ControlClient(self.run_dir)
+            # Kept open too, so that waiting adds nothing to what loaderd holds.
+            self._stream = self._client.events(must_listen=False)
         return self._client
 
     def _forget_client(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    def _wake_up(self) -> EventStream:
+        if self._stream is None:
+            self.control  # noqa: B018  opens both
+        assert self._stream is not None
+        return self._stream
 
     @contextmanager
     def events(self) -> Iterator[EventStream]:
@@ -207,11 +222,30 @@ class ServingHost:
     def operation(self, operation: str) -> OperationReport:
         return self.control.ask(Operation(operation=operation), OperationReport)
 
-    def start_push(self, version: str, model: str | None = None) -> str:
-        """Start a push of `tiny-VERSION`; returns the operation's id."""
-        reply = self.control.ask(Push(name=f"{MODEL}-{version}", model=model), PushReply, WITHIN_S)
+    def start_push(self, version: str) -> str:
+        """Start a push of this version of the model; returns the operation's id."""
+        return self.start_push_of(f"{MODEL}-{version}")
+
+    def start_push_of(self, folder: str) -> str:
+        """Start a push of a folder; returns the operation's id."""
+        reply = self.control.ask(Push(name=folder), PushReply, WITHIN_S)
         assert reply.operation is not None, reply.plan
         return reply.operation
+
+    def refused(self, name: str) -> tuple[ExitCode, str]:
+        """Push a folder that must not come to serve: what loaderctl would exit with, and all that the
+        user is told."""
+        try:
+            reply = self.control.ask(Push(name=name), PushReply, WITHIN_S)
+        except ChangeoverError as error:
+            return exit_code_of(error), f"{error.code}: {error.message}"
+        if reply.operation is None:
+            return ExitCode.REFUSED, "; ".join(reply.plan.reasons)
+        report = self.ended(reply.operation)
+        code = outcome(report)
+        assert code is not None
+        assert report.error is not None, report
+        return code, f"{report.error.code}: {report.error.message}"
 
     def push(self, version: str) -> OperationReport:
         """Push and wait for the end, which must be a good one."""
@@ -237,20 +271,16 @@ class ServingHost:
         """What `look` gives once it is true; it is asked again after each event and a few times a
         second, and may meet a daemon that is not there."""
         end = time.monotonic() + within_s
-        stream = self.control.events(must_listen=False)
-        try:
-            while True:
-                try:
-                    found = look()
-                except (DaemonUnreachable, httpx.TransportError):
-                    found = None
-                if found:
-                    return found
-                if time.monotonic() > end:
-                    raise AssertionError(f"waited {within_s} s for {what}")
-                stream.wait(0.05)
-        finally:
-            stream.close()
+        while True:
+            try:
+                found = look()
+            except (DaemonUnreachable, httpx.TransportError):
+                found = None
+            if found:
+                return found
+            if time.monotonic() > end:
+                raise AssertionError(f"waited {within_s} s for {what}")
+            self._wake_up().wait(0.05)
 
     def await_serving(self, version: str, *names: str) -> None:
         """Wait until loaderd has `version` active and the named inferds (or all) serve it, epoch and all."""
@@ -296,6 +326,18 @@ class ServingHost:
             text=True,
             **popen,
         )
+
+    # --- speaking for oneself --------------------------------------------------------------------
+
+    def ask_raw(self, frame: bytes, within_s: float = 10.0) -> dict[str, Any]:
+        """Send any bytes to the control socket and return the reply, decoded but not checked."""
+        with zmq.Context() as context, closing(context.socket(zmq.DEALER)) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(f"ipc://{self.run_dir.control}")
+            dealer.send(frame)
+            assert dealer.poll(round(within_s * 1000)), "no reply"
+            reply: dict[str, Any] = msgpack.unpackb(dealer.recv())
+            return reply
 
     def seqpacket(self) -> socket.socket:
         """A connection to the handoff socket; the caller closes it."""

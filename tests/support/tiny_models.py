@@ -9,8 +9,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from loaderd.seal.create import seal_directory
 from tests.unit.engine.checkpoints import CHAT_TEMPLATE, update_low_rank
@@ -38,7 +43,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(
-    folder: Path, *, hidden: int = 48, intermediate: int = 96, layers: int = 3, seed: int = 0, is_sharded: bool = False
+    folder: Path,
+    *,
+    hidden: int = 48,
+    intermediate: int = 96,
+    layers: int = 3,
+    seed: int = 0,
+    is_sharded: bool = False,
 ) -> Path:
     """A float32 Llama in `folder`, unsealed; in two files with an index if it `is_sharded`."""
     heads = hidden // 8
