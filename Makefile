@@ -68,8 +68,12 @@ format: setup    ## rewrite the sources as ruff would have them
 test-native: setup   ## the native core under ThreadSanitizer and AddressSanitizer
 	PATH="$(abspath $(BIN)):$$PATH" tests/stress/run.sh
 
-test-python: setup   ## pytest (ARGS='-k pattern' chooses)
-	@$(BIN)/python -m pytest $(ARGS)
+test-python: setup   ## pytest, on the real model where it can be had (ARGS='-k pattern' chooses)
+	@$(BIN)/python -m demo.models --build $(BUILD) --model $(MODEL) --source-only
+	@if [ -f $(BUILD)/models/f32/config.json ]; then \
+	    export CHANGEOVER_TEST_MODEL_F32=$(abspath $(BUILD))/models/f32; \
+	    export CHANGEOVER_TEST_MODEL_BF16=$(abspath $(BUILD))/models/bf16; \
+	fi; $(BIN)/python -m pytest $(ARGS)
 
 # --- upkeep ---------------------------------------------------------------------------------------
 

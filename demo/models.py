@@ -115,9 +115,20 @@ def main() -> None:
     )
     parser.add_argument("--build", type=Path, default=Path("build"))
     parser.add_argument("--model", type=Wanted, choices=list(Wanted), default=Wanted.AUTO)
+    parser.add_argument(
+        "--source-only",
+        action="store_true",
+        help="Only download and convert the model, as the tests need it.",
+    )
     options = parser.parse_args()
-    checkpoints = prepare_checkpoints(options.build, options.model, lambda text: print(text, file=sys.stderr))
-    print(checkpoints.root)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    if options.source_only:
+        print(obtain_model(options.build / "models", options.model, say).folder)
+    else:
+        print(prepare_checkpoints(options.build, options.model, say).root)
 
 
 if __name__ == "__main__":
