@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument(
         "--source-only",
         action="store_true",
-        help="Only download and convert the model, as the tests need it.",
+        help="Only download and convert the model.",
     )
     options = parser.parse_args()
 
