@@ -171,6 +171,7 @@ class Daemons:
                     stdout=sink,
                     stderr=sink,
                     env={**self.environment, "NOTIFY_SOCKET": str(line.path)},
+                    start_new_session=True,  # a Ctrl-C is the demo's to handle, also after `detach`
                 )
         except BaseException:
             line.close()

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from demo.commands import program
 from demo.daemons import INFERD_NAME
 from demo.models import MODEL
 from demo.report import Expectation, Json
@@ -70,12 +71,13 @@ def show_kept(console: Console, kept: Kept) -> None:
     """Print commands to try on the daemons that were left running."""
     pids = " ".join(str(pid) for pid in kept.pids)
     body = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 20}}'
+    loaderctl = program("loaderctl")[0] if len(program("loaderctl")) == 1 else "loaderctl"
     lines = (
         "both daemons are still running; things to try:",
         f"  export CHANGEOVER_RUN_DIR={kept.run_dir}",
-        "  loaderctl status",
-        f"  loaderctl push {MODEL}-v1",
-        "  loaderctl rollback",
+        f"  {loaderctl} status",
+        f"  {loaderctl} push {MODEL}-v1",
+        f"  {loaderctl} rollback",
         f"  curl --unix-socket {kept.run_dir}/inferd-{INFERD_NAME}.health.sock http://localhost/readyz",
         f"  curl -i {kept.api}/chat/completions -H 'content-type: application/json' -d '{body}'",
         f"  kill {pids}",
