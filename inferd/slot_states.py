@@ -1,16 +1,14 @@
 """A slot's life in inferd, as one table.
 
-The table is executed by `SlotLife.advance` and rendered into the states page.
+The table is executed by `Life.advance` and rendered into the states page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
 
-from shared.errors import InvariantError
+from shared.life import Life, Table
 
 
 class SlotState(StrEnum):
@@ -59,25 +57,6 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotEvent], SlotState] = {
     (S.FAILED, E.RELEASE): S.EMPTY,
 }
 
+SLOT_TABLE = Table("slot", SlotState.EMPTY, TRANSITIONS)
 
-@dataclass(frozen=True, slots=True)
-class SlotLife:
-    """A slot's state and the story that led to it (newest last)."""
-
-    state: SlotState = SlotState.EMPTY
-    story: tuple[str, ...] = field(default=("empty",), compare=False)
-
-    def advance(self, event: SlotEvent, cause: str) -> Self:
-        """The life after `event`; raises InvariantError with the story if the table has no such step."""
-        following = TRANSITIONS.get((self.state, event))
-        if following is None:
-            raise InvariantError(f"a slot that is {self.state} cannot {event} ({cause})", self.story)
-        step = f"{self.state} --{event}--> {following}: {cause}"
-        return type(self)(following, (*self.story, step)[-32:])
-
-
-def render_table() -> str:
-    """The table as Markdown, for the states page."""
-    rows = ["| from | event | to |", "|---|---|---|"]
-    rows += [f"| {state} | {event} | {following} |" for (state, event), following in TRANSITIONS.items()]
-    return "\n".join(rows) + "\n"
+SlotLife = Life[SlotState, SlotEvent]

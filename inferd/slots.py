@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from inferd.api.admission import NotReady, Ticket
 from inferd.engine.protocol import SLOTS
-from inferd.slot_states import SlotEvent, SlotLife, SlotState
+from inferd.slot_states import SLOT_TABLE, SlotEvent, SlotLife, SlotState
 from shared._native import VersionSlot
 from shared.control import SlotReport
-from shared.errors import InvalidRequest, SlotBusy, StaleEpoch
+from shared.errors import InvalidRequest, PeerGone, SlotBusy, StaleEpoch
 from shared.ids import Epoch, VersionTag
 from shared.messages import Tag
 from shared.resident import ResidentVersion
@@ -57,7 +57,7 @@ class Slots:
         self._on_change = on_change
         self._on_retired = on_retired
         self._references = VersionSlot()
-        self._slots = tuple(Slot(index, SlotLife(), time.monotonic()) for index in range(SLOTS))
+        self._slots = tuple(Slot(index, SLOT_TABLE.begin(), time.monotonic()) for index in range(SLOTS))
         self._sessions: OrderedDict[str, VersionTag] = OrderedDict()
         self._is_admitting = True
         self._released = asyncio.Event()
@@ -204,35 +204,48 @@ class Slots:
 
     # --- draining --------------------------------------------------------------------------------
 
-    async def drain(self, slot: Slot, timeout_s: float, cause: str) -> ResidentVersion:
+    async def drain(
+        self, slot: Slot, timeout_s: float, cause: str, is_wanted: Callable[[], bool] = lambda: True
+    ) -> ResidentVersion:
         """Wait until nobody holds a reference on a slot that does not serve; return its version.
 
-        Raises SlotBusy after `timeout_s`, naming how many hold it and for how long; the slot then is
-        what it was, or retained if it was only prepared.
+        Raises SlotBusy after `timeout_s`, naming how many hold it and for how long, and PeerGone once
+        it is no longer wanted (looked at after each release and `wake_drains`); the slot then is what
+        it was, or retained if it was only prepared.
         """
         self._references.close(slot.index)
         self.advance(slot, SlotEvent.DRAIN, cause)
         started = slot.since_s
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._references.is_drained(slot.index):
+                while is_wanted() and not self._references.is_drained(slot.index):
                     self._released.clear()
                     if not self._references.is_drained(slot.index):
                         await self._released.wait()
         except TimeoutError as error:
             references = self._references.references(slot.index)
-            self._references.reopen(slot.index)
-            self.advance(slot, SlotEvent.REOPEN, f"{references} requests did not end in time")
+            self._reopen(slot, f"{references} requests did not end in time")
             raise SlotBusy(
                 f"slot {slot.index} still holds {slot.tag}: {references} requests after "
                 f"{time.monotonic() - started:.1f} s",
                 references=references,
                 slot=slot.index,
             ) from error
+        if not is_wanted():
+            self._reopen(slot, "whoever needed the slot went away")
+            raise PeerGone(f"slot {slot.index} is not needed any more")
         version = slot.version
         if version is None:
             raise InvalidRequest(f"slot {slot.index} holds no version")
         return version
+
+    def wake_drains(self) -> None:
+        """Have a drain that is under way look whether it is still wanted."""
+        self._released.set()
+
+    def _reopen(self, slot: Slot, cause: str) -> None:
+        self._references.reopen(slot.index)
+        self.advance(slot, SlotEvent.REOPEN, cause)
 
     def vacate(self, slot: Slot, cause: str) -> None:
         """Give up the version of a drained or failed slot: unmap it and mark the slot empty."""

@@ -1,16 +1,14 @@
 """A version's life in loaderd, as one table.
 
-The table is executed by `Lifecycle.advance` and rendered into the states page.
+The table is executed by `Life.advance` and rendered into the states page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
 
-from shared.errors import InvariantError
+from shared.life import Life, Table
 
 
 class VersionState(StrEnum):
@@ -73,25 +71,6 @@ TRANSITIONS: Mapping[tuple[VersionState, VersionEvent], VersionState] = {
 
 ENDED = frozenset({VersionState.FREED, VersionState.FAILED})
 
+VERSION_TABLE = Table("version", VersionState.REQUESTED, TRANSITIONS)
 
-@dataclass(frozen=True, slots=True)
-class Lifecycle:
-    """A version's state and the story that led to it (newest last)."""
-
-    state: VersionState = VersionState.REQUESTED
-    story: tuple[str, ...] = field(default=("requested",), compare=False)
-
-    def advance(self, event: VersionEvent, cause: str) -> Self:
-        """The life after `event`; raises InvariantError with the story if the table has no such step."""
-        following = TRANSITIONS.get((self.state, event))
-        if following is None:
-            raise InvariantError(f"a {self.state} version cannot {event} ({cause})", self.story)
-        step = f"{self.state} --{event}--> {following}: {cause}"
-        return type(self)(following, (*self.story, step)[-32:])
-
-
-def render_table() -> str:
-    """The table as Markdown, for the states page."""
-    rows = ["| from | event | to |", "|---|---|---|"]
-    rows += [f"| {state} | {event} | {following} |" for (state, event), following in TRANSITIONS.items()]
-    return "\n".join(rows) + "\n"
+VersionLife = Life[VersionState, VersionEvent]

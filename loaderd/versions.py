@@ -10,7 +10,7 @@ from typing import Literal
 
 from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
-from loaderd.lifecycle import ENDED, Lifecycle, VersionEvent, VersionState
+from loaderd.lifecycle import ENDED, VERSION_TABLE, VersionEvent, VersionLife, VersionState
 from loaderd.placement import Residents
 from loaderd.slab_table import SlabTable, UserId
 from shared.control import VersionReport
@@ -29,7 +29,7 @@ class Version:
 
     user: UserId
     ref: VersionRef
-    life: Lifecycle = field(default_factory=Lifecycle)
+    life: VersionLife = field(default_factory=VERSION_TABLE.begin)
     since_ns: int = field(default_factory=time.time_ns)
     resident: ResidentVersion | None = None
     verified: Verified = "digest"

@@ -55,6 +55,7 @@ PURE = (
     "shared.ids",
     "shared.layout",
     "shared.layout_table",
+    "shared.life",
     "shared.memory.backend",
     "shared.memory.dtypes",
     "shared.messages",
