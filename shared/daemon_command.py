@@ -29,7 +29,8 @@ def run_daemon_command(
 ) -> None:
     """Parse the command line of daemon `name`, load its configuration and serve.
 
-    Ends the process with the daemon's exit code.  `load` may import what is slow: it is not called for `--help`.
+    Ends the process with the daemon's exit code.  `load` may import what is slow: `--help` does not call
+    it.
     """
 
     parser = argparse.ArgumentParser(prog=name, description=summary)
