@@ -138,6 +138,7 @@ class LoaderdLink:
                 log.warning("loaderd.detached", error=str(error))
         finally:
             self._channel = None
+            self._slots.wake_drains()
             if self._incoming is not None:
                 self._incoming.close()
                 self._incoming = None
@@ -241,10 +242,14 @@ class LoaderdLink:
         if incoming is None or not incoming.is_complete:
             return
         self._incoming = None
-        self._start(channel, incoming.request_id, self._prepare(incoming, self._timeout_s))
+        self._start(channel, incoming.request_id, self._prepare(incoming, self._timeout_s, channel))
 
-    async def _prepare(self, incoming: IncomingVersion, timeout_s: float) -> FromInferd:
-        times = await self._preparer.prepare(incoming, timeout_s)
+    async def _prepare(
+        self, incoming: IncomingVersion, timeout_s: float, channel: SeqpacketChannel
+    ) -> FromInferd:
+        # A loaderd that has lost the connection will not commit it, but may want the way back that
+        # is still in the slot.
+        times = await self._preparer.prepare(incoming, timeout_s, lambda: self._channel is channel)
         return Prepared(
             request_id=incoming.request_id,
             tag=Tag.of(incoming.tag),

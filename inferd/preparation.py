@@ -52,12 +52,15 @@ class Preparer:
         self._one_at_a_time = asyncio.Lock()
         self._is_closing = False
 
-    async def prepare(self, incoming: IncomingVersion, timeout_s: float) -> PrepareTimes:
+    async def prepare(
+        self, incoming: IncomingVersion, timeout_s: float, is_wanted: Callable[[], bool] = lambda: True
+    ) -> PrepareTimes:
         """Map, check, build and warm; consumes the transfer, on every path.
 
         Drains the slot that does not serve if none is empty.  Raises SlotBusy if that takes longer
-        than `timeout_s`, and whatever mapping, the engine's build or its warming raise; the slot is
-        empty then and what serves is untouched.
+        than `timeout_s`, PeerGone if it is not wanted any more when the slot is free (the slot then
+        keeps what it holds), and whatever mapping, the engine's build or its warming raise; the slot
+        is empty then and what serves is untouched.
         """
         with incoming:
             async with self._one_at_a_time:
@@ -66,7 +69,7 @@ class Preparer:
                 if slot is not None:
                     self._check_usable(slot)
                     return PrepareTimes()
-                slot = await self._free_slot(incoming.tag, timeout_s)
+                slot = await self._free_slot(incoming.tag, timeout_s, is_wanted)
                 return await self._fill(slot, incoming)
 
     async def release(self, tag: VersionTag, timeout_s: float) -> None:
@@ -109,19 +112,21 @@ class Preparer:
         if slot.life.state not in (SlotState.PREPARED, SlotState.RETAINED, SlotState.SERVING):
             raise InvalidRequest(f"slot {slot.index} holds {slot.tag} and is {slot.life.state}")
 
-    async def _free_slot(self, tag: VersionTag, timeout_s: float) -> Slot:
+    async def _free_slot(self, tag: VersionTag, timeout_s: float, is_wanted: Callable[[], bool]) -> Slot:
         empty = self._slots.empty()
         if empty is not None:
             return empty
         slot = self._slots.replaceable()
         if slot is None:
             raise ProtocolError("both slots are in use")  # one serves, the other is never left between
-        await self._empty(slot, timeout_s, f"{tag} needs the slot")
+        await self._empty(slot, timeout_s, f"{tag} needs the slot", is_wanted)
         return slot
 
-    async def _empty(self, slot: Slot, timeout_s: float, cause: str) -> None:
+    async def _empty(
+        self, slot: Slot, timeout_s: float, cause: str, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         tag = slot.tag
-        await self._slots.drain(slot, timeout_s, cause)
+        await self._slots.drain(slot, timeout_s, cause, is_wanted)
         await asyncio.to_thread(self._engine.retire, slot.index)
         self._slots.vacate(slot, cause)
         log.info("slot.emptied", slot=slot.index, tag=str(tag), cause=cause)

@@ -78,7 +78,7 @@ class Reconciliation:
             ):
                 deployment.commit_found(active, Epoch(lease.epoch + 1))
             if not lease.has_prepared(active.tag):
-                await lease.prepare(active.memory, config.prepare_timeout_s)
+                await lease.prepare(active.memory, config.prepare_timeout_s, config.drain_timeout_s)
             await lease.commit(active.tag, deployment.epoch, config.commit_timeout_s)
             self._host.chronicle.record(
                 "inferd.reconciled",
@@ -129,22 +129,34 @@ class Reconciliation:
     async def _adopt_what_is_lost(self, lease: Lease) -> None:
         """Take memory back as long as nothing is active: from then on what is unknown is stale."""
         deployment, recollected = self._deployment, self._recollected
-        if deployment.active is not None:
+        if deployment.active is None:
+            wanted = recollected.tag if recollected is not None else lease.serving
+            if wanted is None or not lease.holds(wanted):
+                return
+            active = await self._adopt(lease, wanted)
+            self._host.versions.advance(active, VersionEvent.CONFIRM, "it serves")
+            if recollected is None:
+                # The journal was lost; what serves is found out from who serves it.
+                deployment.commit_found(active, lease.epoch)
+            active.epoch, deployment.active = deployment.epoch, active
+        await self._adopt_way_back(lease)
+
+    async def _adopt_way_back(self, lease: Lease) -> None:
+        """Take back what was retained, from whichever inferd still has it, unless a push came since."""
+        deployment, recollected = self._deployment, self._recollected
+        if recollected is None or deployment.active is None or deployment.retained is not None:
             return
-        wanted = recollected.tag if recollected is not None else lease.serving
-        if wanted is None or not lease.holds(wanted):
+        before = recollected.previous
+        if before is None or before == recollected.tag or recollected.tag != deployment.active.tag:
             return
-        active = await self._adopt(lease, wanted)
-        self._host.versions.advance(active, VersionEvent.CONFIRM, "it serves")
-        if recollected is None:
-            # The journal was lost; what serves is found out from who serves it.
-            deployment.commit_found(active, lease.epoch)
-        active.epoch, deployment.active = deployment.epoch, active
-        before = recollected.previous if recollected is not None else None
-        if before is not None and before != wanted and lease.holds(before):
-            retained = await self._adopt(lease, before)
-            self._host.versions.advance(retained, VersionEvent.RETAIN, "it is held for rollback")
-            deployment.retained = retained
+        if not lease.holds(before):
+            return
+        retained = await self._adopt(lease, before)
+        self._host.versions.advance(retained, VersionEvent.RETAIN, "it is held for rollback")
+        deployment.retained = retained
+        for other in deployment.leases().values():
+            if other is not lease:
+                await deployment.prepare_retained(other)
 
     async def _adopt(self, lease: Lease, tag: VersionTag) -> Version:
         """A version whose every byte, where the inferd maps it, was hashed again."""
