@@ -192,14 +192,14 @@ class ServingHost:
         assert self._stream is not None
         return self._stream
 
-    @contextmanager
-    def events(self) -> Iterator[EventStream]:
-        """loaderd's events from now on."""
-        stream = self.control.events(must_listen=True)
-        try:
-            yield stream
-        finally:
-            stream.close()
+    def await_event(self, kind: str, text: str, operation: str) -> None:
+        """Wait for an event of an operation.  The subscription is that of `control`, long since made."""
+        end = time.monotonic() + WITHIN_S
+        while time.monotonic() < end:
+            for event in self._wake_up().wait(0.5):
+                if (event.kind, event.text, event.operation) == (kind, text, operation):
+                    return
+        raise AssertionError(f"no event {kind} {text}")
 
     def status(self) -> StatusReport:
         return self.control.ask(Status(), StatusReport)
