@@ -208,8 +208,9 @@ class ServingHost:
         return self.control.ask(History(limit=limit), HistoryReport).entries
 
     def model(self, status: StatusReport | None = None) -> ModelReport:
-        """The one model's report."""
-        return next(m for m in (status or self.status()).models if m.model == MODEL)
+        """The one model's report; an empty one as long as loaderd has not heard of it."""
+        models = (status or self.status()).models
+        return next((m for m in models if m.model == MODEL), ModelReport(model=MODEL))
 
     def active(self) -> VersionTag | None:
         tag = self.model().active
