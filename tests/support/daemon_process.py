@@ -23,13 +23,14 @@ import sys
 from shared.supervisor import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
 from {module} import main
+{prelude}
 sys.exit(main())
 """
 
 
-def entry(module: str) -> list[str]:
-    """The start of a command line that runs `module.main` and ends with this process."""
-    return [sys.executable, "-c", _ENTRY.format(module=module), str(os.getpid())]
+def entry(module: str, prelude: str = "") -> list[str]:
+    """The start of a command line that runs `prelude` and `module.main`, and ends with this process."""
+    return [sys.executable, "-c", _ENTRY.format(module=module, prelude=prelude), str(os.getpid())]
 
 
 class DaemonProcess:

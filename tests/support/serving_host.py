@@ -316,10 +316,10 @@ class ServingHost:
             out, err = process.communicate(timeout=within_s)
         return CtlResult(process.returncode, out, err)
 
-    def start_ctl(self, *arguments: str, **popen: Any) -> subprocess.Popen[str]:
-        """Start loaderctl."""
+    def start_ctl(self, *arguments: str, prelude: str = "", **popen: Any) -> subprocess.Popen[str]:
+        """Start loaderctl; `prelude` is code that runs in it first."""
         return subprocess.Popen(
-            [*entry("loaderd.ctl.main"), *arguments],
+            [*entry("loaderd.ctl.main", prelude), *arguments],
             cwd=ROOT,
             env={**os.environ, RUN_DIR_VARIABLE: str(self.run_dir.path)},
             stdout=subprocess.PIPE,
