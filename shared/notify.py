@@ -18,7 +18,7 @@ from shared.errors import ConfigError, DriverError
 from shared.logs import escape_controls, get_logger
 
 SEND_TIMEOUT_S = 2.0
-"""Longest wait for a full queue of systemd's at the calls that must be heard (ready, stopping);
+"""Longest wait for a full queue of systemd's at the calls that must be heard (ready);
 the caller's thread blocks meanwhile."""
 
 STATUS_BYTES = 1024
@@ -35,9 +35,9 @@ def _timeval(seconds: float) -> bytes:
 class Notifier:
     """The line to systemd; without NOTIFY_SOCKET every call does nothing.
 
-    `ready`, `reloading`, `stopping`, `extend_timeout` and `main_pid` raise DriverError if systemd
-    cannot be told: going on would end in a start or stop timeout.  `status` and `watchdog` never wait
-    and only log: they are said while requests are answered, and are said again.
+    `ready`, `reloading` and `main_pid` raise DriverError if systemd cannot be told: going on would end
+    in a start timeout.  The others only log: nobody's requests are cut off because systemd did not
+    hear that they are waited for.  `status` and `watchdog` never wait, and are said again.
     """
 
     def __init__(self, address: str | None, watchdog_s: float | None = None) -> None:
@@ -97,11 +97,11 @@ class Notifier:
 
     def stopping(self, status: str = "") -> None:
         """The shutdown has begun."""
-        self._send("STOPPING=1", *self._status_lines(status))
+        self._send_or_log("STOPPING=1", *self._status_lines(status))
 
     def extend_timeout(self, seconds: float) -> None:
         """Start-up, runtime or stop may take `seconds` more from now on; repeat while it goes on."""
-        self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
+        self._send_or_log(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def main_pid(self, pid: int) -> None:
         """`pid` is the main process of the unit."""

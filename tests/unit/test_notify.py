@@ -161,10 +161,10 @@ def test_ready_must_arrive_and_status_need_not(tmp_path: Path) -> None:
     with Notifier(str(tmp_path / "nobody")) as notifier:
         notifier.status("fine")
         notifier.watchdog()
+        notifier.stopping()  # a drain goes on, whether systemd hears of it or not
+        notifier.extend_timeout(5)
         with pytest.raises(DriverError, match=r"READY=1.* failed with 2"):
             notifier.ready()
-        with pytest.raises(DriverError, match="STOPPING=1"):
-            notifier.stopping()
 
 
 def test_what_is_said_while_requests_are_answered_never_waits(
