@@ -324,8 +324,10 @@ class LoaderdLink:
         try:
             await channel.send(encode(self._slot_report(), HANDOFF_FRAME_BYTES))
             await channel.send(encode(message, HANDOFF_FRAME_BYTES))
-        except PeerGone:
-            log.info("answer.undelivered", kind=message.kind)
+        except (PeerGone, DriverError) as error:
+            # Whoever waits for the answer must not wait for ever, and this inferd serves on.
+            log.info("answer.undelivered", kind=message.kind, error=error.message)
+            channel.close()
 
 
 def _check_peer(channel: SeqpacketChannel, run_dir: Path) -> None:

@@ -12,6 +12,7 @@ from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, encode
 from shared.control import Event
 from shared.errors import Fact, ResourceError
 from shared.ids import Generation
+from shared.messages import cut_text
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +44,7 @@ class Chronicle:
         A full disk leaves a gap in the history and a line in the log; it does not stop what happened
         from having happened.  Only the decision to commit must be on disk: see `Journal.commit`.
         """
+        text = cut_text(text)
         try:
             self.journal.append(
                 kind, model=model, version=version, operation=operation, cause=text, data=data
@@ -74,7 +76,7 @@ class Chronicle:
             model=model,
             version=version,
             operation=operation,
-            text=text,
+            text=cut_text(text),
             data=data,
         )
         self._publisher.send_multipart([kind.encode(), encode(event, CONTROL_FRAME_BYTES)], zmq.DONTWAIT)

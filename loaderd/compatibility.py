@@ -61,7 +61,8 @@ class ConfigChange:
     is_architecture: bool
 
     def __str__(self) -> str:
-        return f"{CONFIG_FILE}: {self.key} is {self.found}, the serving version's is {self.expected}"
+        key = self.key if len(self.key) <= _SHOWN_CHARS else f"{self.key[:_SHOWN_CHARS]}…"
+        return f"{CONFIG_FILE}: {key} is {self.found}, the serving version's is {self.expected}"
 
 
 def compare_tensors(

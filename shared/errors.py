@@ -17,9 +17,15 @@ class ChangeoverError(Exception):
     code: ClassVar[str] = "error"
 
     def __init__(self, message: str, **facts: Fact) -> None:
-        super().__init__(message)
-        self.message = message
-        self.facts = facts
+        """What is not valid Unicode in the texts (file names and JSON may hold such) is escaped, so that
+        an error can always be sent, journaled and shown."""
+        self.message = _unicode(message)
+        self.facts = {name: _unicode(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        super().__init__(self.message)
+
+
+def _unicode(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 # --- the caller must act -------------------------------------------------------------------------

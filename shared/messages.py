@@ -20,6 +20,11 @@ InFlight = Literal["finish", "switch", "restart", "abort"]
 new weights over the keys and values they have, are computed anew on the new weights, or are ended."""
 
 
+MESSAGE_CHARACTERS = 4_000
+FACT_CHARACTERS = 500
+"""Of an error's texts; four bytes each at most, so that every error fits a handoff frame."""
+
+
 class WireModel(BaseModel):
     """Base of everything that crosses a socket: frozen, unknown fields refused, no coercion."""
 
@@ -35,8 +40,12 @@ class WireError(WireModel):
 
     @classmethod
     def of(cls, error: ChangeoverError) -> Self:
-        """Flatten an error for the wire."""
-        return cls(code=error.code, message=error.message, facts=dict(error.facts))
+        """Flatten an error for the wire; long texts are cut, since an error must fit the frame."""
+        facts = {
+            name: cut_text(fact, FACT_CHARACTERS) if isinstance(fact, str) else fact
+            for name, fact in error.facts.items()
+        }
+        return cls(code=error.code, message=cut_text(error.message), facts=facts)
 
     def to_error(self) -> ChangeoverError:
         """The error as the peer raised it, as an instance of its class."""
@@ -59,3 +68,10 @@ class Tag(WireModel):
     def to_tag(self) -> VersionTag:
         """The version tag as the daemons use it."""
         return VersionTag(VersionRef(self.model, self.version), Digest(self.digest))
+
+
+def cut_text(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
+    """`text`, or its beginning and how long it was."""
+    if len(text) <= characters:
+        return text
+    return f"{text[: characters - 40]}… ({len(text)} characters)"

@@ -39,10 +39,17 @@ def parse_pairs(raw: bytes, *, file: str, start_byte: int = 0) -> object:
 
 
 def parse_object(raw: bytes, *, file: str) -> dict[str, object]:
-    """Parse a JSON object (floats allowed); raises CheckpointError, also on a duplicate key at any depth."""
+    """Parse a JSON object (floats allowed); raises CheckpointError, also on a duplicate key or a lone
+    surrogate at any depth."""
     value = _parse(raw, file, 0, object_pairs_hook=_unique)
     if not isinstance(value, dict):
         raise CheckpointError("is not a JSON object", file=file, byte=0)
+    escape = raw.lower().find(b"\\ud")  # the only way to a surrogate
+    if escape >= 0:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise CheckpointError("holds a lone surrogate", file=file, byte=escape) from None
     return value
 
 
