@@ -16,13 +16,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import structlog
 from pydantic import ValidationError
 
 from shared.control import HistoryEntry
-from shared.errors import ConfigError, Fact, ResourceError
-from shared.ids import Digest, Epoch, VersionRef, VersionTag
+from shared.errors import ConfigError, Fact, InvalidName, ResourceError
+from shared.ids import Digest, Epoch, VersionRef, VersionTag, check_name
+from shared.messages import Count, DigestText, WireModel
+
+log = structlog.get_logger(__name__)
 
 COMMITTED = "commit"
+JOURNAL_MODE = 0o640
 KEEP_ENTRIES = 5_000
 COMPACT_ABOVE_BYTES = 4 << 20
 
@@ -34,6 +39,13 @@ class Committed:
     tag: VersionTag
     epoch: Epoch
     previous: VersionTag | None
+
+
+class Commit(WireModel):
+    """The data of a commit's entry."""
+
+    digest: DigestText
+    epoch: Count
 
 
 @dataclass(slots=True)
@@ -48,7 +60,8 @@ class Journal:
     """Append-only history of one loaderd.  Used from the event loop's thread only."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the journal at `path`; raises ConfigError if it is damaged before its last line."""
+        """Open or create the journal at `path`; raises ConfigError if it is damaged before its last line,
+        ResourceError if it cannot be read or written."""
         self._path = path
         self.recollection = Recollection()
         self._recent: deque[HistoryEntry] = deque(maxlen=KEEP_ENTRIES)
@@ -56,12 +69,15 @@ class Journal:
         for entry in entries:
             self._recent.append(entry)
             _recall(self.recollection, entry)
-        if intact_bytes > COMPACT_ABOVE_BYTES:
-            _rewrite(path, _worth_keeping(entries))
-            intact_bytes = path.stat().st_size
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        os.ftruncate(self._fd, intact_bytes)
-        os.lseek(self._fd, 0, os.SEEK_END)
+        try:
+            if intact_bytes > COMPACT_ABOVE_BYTES:
+                _rewrite(path, _worth_keeping(entries))
+                intact_bytes = path.stat().st_size
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, JOURNAL_MODE)
+            os.ftruncate(self._fd, intact_bytes)
+            os.lseek(self._fd, 0, os.SEEK_END)
+        except OSError as error:
+            raise ResourceError(f"the journal {path} cannot be written: {error.strerror}") from error
 
     def append(
         self,
@@ -122,15 +138,25 @@ class Journal:
             if durable:
                 os.fdatasync(self._fd)
         except OSError as error:
-            # Half a line in the middle of the file would make the whole journal unreadable.
-            os.ftruncate(self._fd, end)
-            os.lseek(self._fd, end, os.SEEK_SET)
+            self._cut(end)
             raise ResourceError(f"the journal {self._path} cannot be written: {error.strerror}") from error
+
+    def _cut(self, end: int) -> None:
+        """Half a line in the middle of the file would make the whole journal unreadable."""
+        try:
+            os.lseek(self._fd, end, os.SEEK_SET)  # whatever happens, the next line overwrites the half one
+            os.ftruncate(self._fd, end)
+        except OSError as error:
+            log.error("journal.not_cut", path=str(self._path), error=error.strerror)
 
     def close(self) -> None:
         """Sync and close the file."""
-        os.fdatasync(self._fd)
-        os.close(self._fd)
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            log.error("journal.not_synced", path=str(self._path), error=error.strerror)
+        finally:
+            os.close(self._fd)
 
     def __enter__(self) -> Self:
         return self
@@ -151,12 +177,16 @@ def _read(path: Path) -> tuple[list[HistoryEntry], int]:
         raw = path.read_bytes()
     except FileNotFoundError:
         return [], 0
+    except OSError as error:
+        raise ResourceError(f"the journal {path} cannot be read: {error.strerror}") from error
     entries: list[HistoryEntry] = []
     intact = 0
     for line in _lines(raw):
         try:
-            entries.append(HistoryEntry.model_validate_json(line, strict=True))
-        except ValidationError as error:
+            entry = HistoryEntry.model_validate_json(line, strict=True)
+            _recall(Recollection(), entry)  # a commit must be one
+            entries.append(entry)
+        except (ValidationError, InvalidName) as error:
             if intact + len(line) == len(raw):
                 break  # torn by a crash while it was written
             raise ConfigError(f"{path}: entry {len(entries) + 1} is damaged: {error}") from error
@@ -178,11 +208,12 @@ def _recall(recollection: Recollection, entry: HistoryEntry) -> None:
     recollection.sequence = max(recollection.sequence, entry.sequence)
     if entry.kind != COMMITTED:
         return
-    tag = VersionTag(VersionRef(entry.model, entry.version), Digest(str(entry.data["digest"])))
+    commit = Commit.model_validate(entry.data, strict=True)
+    ref = VersionRef(check_name(entry.model, "model"), check_name(entry.version, "version"))
     before = recollection.committed.get(entry.model)
     recollection.committed[entry.model] = Committed(
-        tag=tag,
-        epoch=Epoch(int(entry.data["epoch"])),
+        tag=VersionTag(ref, Digest(commit.digest)),
+        epoch=Epoch(commit.epoch),
         previous=before.tag if before is not None else None,
     )
 
@@ -201,7 +232,8 @@ def _worth_keeping(entries: list[HistoryEntry]) -> Iterable[HistoryEntry]:
 def _rewrite(path: Path, entries: Iterable[HistoryEntry]) -> None:
     """Replace the journal atomically."""
     fresh = path.with_suffix(".new")
-    with fresh.open("wb") as file:
+    fresh.unlink(missing_ok=True)  # left over from a crash
+    with open(fresh, "xb", opener=lambda name, flags: os.open(name, flags, JOURNAL_MODE)) as file:
         for entry in entries:
             file.write(_line(entry))
         file.flush()
