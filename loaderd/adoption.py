@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 
+from loaderd.checkpoint.names import CONFIG_FILE
+from loaderd.checkpoint.strict_json import parse_object
 from loaderd.leases import Lease
 from loaderd.slab_table import SlabTable, UserId
-from shared.errors import CheckpointError
+from shared.errors import CheckpointError, ProtocolError
 from shared.ids import VersionTag
 from shared.memory.backend import MemoryBackend, Slab
 from shared.resident import ResidentVersion, check_identity
 
 HAND_BACK_WITHIN_S = 10.0
-CONFIG_FILE = "config.json"
 
 
 async def take_back(
@@ -32,7 +32,10 @@ async def take_back(
     try:
         for slab in mapped.slabs:
             if slab.entry.slab_id in slabs:
-                own.append(slabs.share(slab.entry.slab_id, user))
+                known = slabs.share(slab.entry.slab_id, user)
+                if known.entry != slab.entry:
+                    raise ProtocolError(f"slab {slab.entry.slab_id} was handed back as another: {slab.entry}")
+                own.append(known)
                 slab.close()
             else:
                 slabs.add(slab, user)
@@ -48,10 +51,6 @@ async def take_back(
 
 def read_config(assets: Mapping[str, bytes]) -> dict[str, object]:
     """config.json of an adopted version; raises CheckpointError if it is none."""
-    try:
-        value = json.loads(assets[CONFIG_FILE])
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"is not usable: {error}", file=CONFIG_FILE) from error
-    if not isinstance(value, dict):
-        raise CheckpointError("is not a JSON object", file=CONFIG_FILE)
-    return value
+    if CONFIG_FILE not in assets:
+        raise CheckpointError("is missing", file=CONFIG_FILE)
+    return parse_object(assets[CONFIG_FILE], file=CONFIG_FILE)

@@ -62,10 +62,22 @@ log = structlog.get_logger(__name__)
 SOCKET_MODE = 0o666
 """Whoever enters the run directory may ask; what they may change is decided by their credentials."""
 
-QUEUED_FRAMES = 10_000
-"""Frames that wait for a slow peer before its further ones are dropped."""
+QUEUED_REPLIES = 8
+"""Replies that wait for a client that does not read, before its further ones are dropped, and requests
+that are taken from one ahead of their turn.  Each may have CONTROL_FRAME_BYTES."""
+
+QUEUED_EVENTS = 4_000
+"""Events that wait for a slow subscriber before its further ones are dropped; a few hundred bytes each."""
+
+SUBSCRIPTION_BYTES = 1024
+"""Longest frame that a subscriber may send: a prefix of event names."""
 
 MAINTAIN_EVERY_S = 2.0
+
+SILENT_LOOKS = 30
+"""Rounds of maintenance without a word, from an inferd that reports each second, until its lease ends:
+one that hangs would hold up each rollout of its model for as long as preparing may take."""
+
 RETRY_AFTER_S = (2.0, 10.0, 60.0, 300.0)
 
 
@@ -202,12 +214,25 @@ class Loaderd:
         while True:
             await asyncio.sleep(MAINTAIN_EVERY_S)
             for lease in tuple(self.handoff.leases.values()):
+                if lease.count_silence() >= SILENT_LOOKS:
+                    self._end_silent(lease)
+                    continue
                 _, not_before = self._attempts.get(lease.id, (0, 0.0))
                 reconciliation = self._reconciliations.get(lease.model)
                 if reconciliation is None or time.monotonic() < not_before:
                     continue
                 if reconciliation.is_due(lease):
                     self._spawn(self._welcome(lease))
+
+    def _end_silent(self, lease: Lease) -> None:
+        self._chronicle.record(
+            "lease.silent",
+            f"inferd {lease.name} has not reported for {SILENT_LOOKS * MAINTAIN_EVERY_S:g} s; its lease ends",
+            model=lease.model,
+            inferd=lease.name,
+            lease=lease.id,
+        )
+        lease.close()
 
     def recover(self) -> None:
         """Begin to find out what serves; pushes wait until it is known."""
@@ -256,10 +281,13 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
         journal = stack.enter_context(Journal(config.state_dir / "journal.jsonl"))
         context = stack.enter_context(zmq.Context())
         router = zmq.asyncio.Context.shadow(context.underlying).socket(zmq.ROUTER)
-        stack.enter_context(_bound(router, run_dir.control))
+        router.setsockopt(zmq.SNDHWM, QUEUED_REPLIES)
+        router.setsockopt(zmq.RCVHWM, QUEUED_REPLIES)
+        stack.enter_context(_bound(router, run_dir.control, CONTROL_FRAME_BYTES))
         # Not an asyncio socket: PUB never waits, it drops.
         publisher = context.socket(zmq.PUB)
-        stack.enter_context(_bound(publisher, run_dir.events))
+        publisher.setsockopt(zmq.SNDHWM, QUEUED_EVENTS)
+        stack.enter_context(_bound(publisher, run_dir.events, SUBSCRIPTION_BYTES))
         chronicle = Chronicle(journal, Generation(str(uuid.uuid4())), publisher)
         listener = stack.enter_context(listen_seqpacket(run_dir.handoff, SOCKET_MODE))
         stack.callback(run_dir.handoff.unlink, missing_ok=True)
@@ -267,6 +295,7 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             supervisor = Supervisor()
             loaderd = Loaderd(config, chronicle, supervisor)
             stack.callback(loaderd.slabs.close)
+            stack.callback(loaderd.inquiries.close)
             loaderd.export_metrics(registry)
             await serving.enter_async_context(supervisor)
             await serving.enter_async_context(
@@ -300,12 +329,12 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
 
 
 @contextmanager
-def _bound(take_socket: zmq.Socket[Any], path: Path) -> Iterator[None]:
-    """Bind a ZeroMQ socket for the time of the block; the file goes with it."""
+def _bound(take_socket: zmq.Socket[Any], path: Path, received_bytes: int) -> Iterator[None]:
+    """Bind a ZeroMQ socket for the time of the block; the file goes with it.  A peer that sends a frame
+    of more than `received_bytes` loses its connection."""
     with closing(take_socket):
         take_socket.setsockopt(zmq.LINGER, 0)
-        take_socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_FRAME_BYTES)
-        take_socket.setsockopt(zmq.SNDHWM, QUEUED_FRAMES)
+        take_socket.setsockopt(zmq.MAXMSGSIZE, received_bytes)
         take_socket.bind(f"ipc://{path}")
         path.chmod(SOCKET_MODE)
         try:

@@ -19,12 +19,20 @@ from loaderd.planning import OpenedCheckpoint, Planner, check_hot
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.versions import Version, VersionTable
 from shared.control import ModelReport
-from shared.errors import ChangeoverError, DigestMismatch, InvalidRequest, PlanRefused, UnknownVersion
+from shared.errors import (
+    ChangeoverError,
+    DigestMismatch,
+    InvalidRequest,
+    PlanRefused,
+    UnknownVersion,
+)
 from shared.ids import DeviceId, Digest, Epoch, LeaseId, VersionRef, VersionTag
 from shared.memory.backend import MemoryBackend
 from shared.messages import InFlight, Tag
 
 PROGRESS_EVERY_S = 0.2
+
+_ON_ITS_WAY = frozenset({VersionState.RESIDENT, VersionState.PREPARING, VersionState.PREPARED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +99,13 @@ class Deployment:
     ) -> None:
         version = await self._load(operation, opened, expected)
         opened.close()
-        if await self._is_resident_twice(operation, version):
-            return
         try:
-            await self._activate(operation, version)
+            async with self.slots_in_hand:
+                # Asked only now: while this waited, an inferd may have handed the same content back.
+                if not await self._is_resident_twice(operation, version):
+                    await self._activate(operation, version)
         except BaseException as error:
-            if version.state is not VersionState.ACTIVE:
+            if version.state in _ON_ITS_WAY:
                 self._host.versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
                 self.collect()
             raise
@@ -111,18 +120,19 @@ class Deployment:
             check_hot(plan, opened.folder)
             operation.warnings.extend(plan.warnings)
             versions.advance(version, VersionEvent.PLAN, "the plan is hot", operation.id)
-            if plan.sweep_first and self.retained is not None:
-                out, self.retained = self.retained, None
-                await self._sweep(out, f"its memory is needed for {operation.ref}")
+            # At once: what is on its way out may be gone after the first wait.
+            shared_slabs = tuple(
+                versions.slabs.share(slab_id, version.user) for slab_id in plan.placement.shared_slabs
+            )
+            if plan.sweep_first:
+                await self._sweep_retained(f"its memory is needed for {operation.ref}")
             versions.advance(version, VersionEvent.LOAD, "allocating and reading", operation.id)
             request = LoadRequest(
                 ref=operation.ref,
                 checkpoint=opened.checkpoint,
                 seal=opened.seal,
                 placement=plan.placement,
-                shared_slabs=tuple(
-                    versions.slabs.share(slab_id, version.user) for slab_id in plan.placement.shared_slabs
-                ),
+                shared_slabs=shared_slabs,
                 device=self._host.device,
             )
             loaded = await self._load_with_progress(operation, request)
@@ -211,13 +221,14 @@ class Deployment:
         raise UnknownVersion(f"{to} of {self.model} is not resident; push it instead", name=to)
 
     async def _roll_back(self, operation: Operation, target: Version) -> None:
-        if target is self.active:
-            operation.epoch, operation.tag = target.epoch, target.tag
-            operation.warnings.append(f"{target.tag} serves already; nothing was changed")
-            return
-        if target is not self.retained:
-            raise InvalidRequest(f"{target.ref} is no longer retained")
-        await self._activate_again(operation, target)
+        async with self.slots_in_hand:
+            if target is self.active:
+                operation.epoch, operation.tag = target.epoch, target.tag
+                operation.warnings.append(f"{target.tag} serves already; nothing was changed")
+                return
+            if target is not self.retained:
+                raise InvalidRequest(f"{target.ref} is no longer retained")
+            await self._activate_again(operation, target)
 
     async def _activate_again(self, operation: Operation, target: Version) -> None:
         operation.tag = target.tag
@@ -231,44 +242,44 @@ class Deployment:
     # --- prepare, commit, retain, sweep ----------------------------------------------------------
 
     async def _activate(self, operation: Operation, version: Version) -> None:
-        """Prepare on every inferd, commit, and let what was active be retained."""
-        async with self.slots_in_hand:
-            operation.check_not_superseded()
-            self._check_tokens_keep_their_meaning(operation, version)
-            self._host.operations.enter(operation, "preparing")
-            versions = self._host.versions
-            versions.advance(version, VersionEvent.PREPARE, operation.kind, operation.id)
-            epoch = Epoch(self.epoch + 1)
-            driver = RolloutDriver(
-                version.memory,
-                epoch,
-                self.leases(),
-                self._limits(),
-                operation,
-                self._host.operations,
-                self._host.chronicle,
-            )
-            self._rollout = driver
-            try:
-                await driver.run()
-            except ChangeoverError:
-                # The push needed the slot that held the way back; prepare it there again.
-                for lease in self.leases().values():
-                    await self.prepare_retained(lease)
-                raise
-            finally:
-                self._rollout = None
-            operation.epoch = version.epoch = self.epoch = epoch
-            versions.advance(version, VersionEvent.PREPARED, "prepared everywhere", operation.id)
-            versions.advance(version, VersionEvent.COMMIT, f"epoch {epoch}", operation.id)
-            before, self.active = self.active, version
-            if self.retained is version:
-                self.retained = None
-            if before is not None:
-                versions.advance(before, VersionEvent.RETAIN, f"{version.ref} is active", operation.id)
-                out, self.retained = self.retained, before
-                if out is not None:
-                    await self._sweep(out, f"{before.ref} is retained instead")
+        """Prepare on every inferd, commit, and let what was active be retained; the caller holds
+        `slots_in_hand`."""
+        operation.check_not_superseded()
+        self._check_tokens_keep_their_meaning(operation, version)
+        self._host.operations.enter(operation, "preparing")
+        versions = self._host.versions
+        versions.advance(version, VersionEvent.PREPARE, operation.kind, operation.id)
+        epoch = Epoch(self.epoch + 1)
+        driver = RolloutDriver(
+            version.memory,
+            epoch,
+            self.leases(),
+            self._limits(),
+            operation,
+            self._host.operations,
+            self._host.chronicle,
+        )
+        self._rollout = driver
+        try:
+            await driver.run()
+        except ChangeoverError:
+            # The push needed the slot that held the way back; prepare it there again.
+            for lease in self.leases().values():
+                await self.prepare_retained(lease)
+            raise
+        finally:
+            self._rollout = None
+        operation.epoch = version.epoch = self.epoch = epoch
+        versions.advance(version, VersionEvent.PREPARED, "prepared everywhere", operation.id)
+        versions.advance(version, VersionEvent.COMMIT, f"epoch {epoch}", operation.id)
+        before, self.active = self.active, version
+        if self.retained is version:
+            self.retained = None
+        if before is not None:
+            versions.advance(before, VersionEvent.RETAIN, f"{version.ref} is active", operation.id)
+            out, self.retained = self.retained, before
+            if out is not None:
+                await self._sweep(out, f"{before.ref} is retained instead")
 
     def _check_tokens_keep_their_meaning(self, operation: Operation, version: Version) -> None:
         """Raise PlanRefused where requests would be carried over to a version with another tokenizer."""
@@ -281,6 +292,12 @@ class Deployment:
                 f"in-flight policy {operation.in_flight!r} needs one tokenizer: "
                 f"{', '.join(tokenizer)} of {version.ref} differs from {self.active.ref}'s"
             )
+
+    async def _sweep_retained(self, cause: str) -> None:
+        async with self.slots_in_hand:  # it may just be prepared on an inferd that attached
+            if self.retained is not None:
+                out, self.retained = self.retained, None
+                await self._sweep(out, cause)
 
     async def _sweep(self, version: Version, cause: str) -> None:
         """Have nobody map a retained version any more, then free it; who does not let go keeps it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from shared.handoff import (
     Committed,
     Failed,
     FromInferd,
+    FromLoaderd,
     HandBack,
     HandedBack,
     Hello,
@@ -48,6 +49,9 @@ ReportSink = Callable[["Lease"], None]
 USABLE = frozenset({"prepared", "retained", "serving"})
 """Slot states from which a commit succeeds."""
 
+SEND_WITHIN_S = 30.0
+"""Longest wait for a peer to read what is sent to it; reading is all that an inferd's loop does there."""
+
 
 class Lease:
     """An attached inferd as loaderd sees it.  Used from the event loop's thread only."""
@@ -66,7 +70,10 @@ class Lease:
         self._load = (0, 0)
         self._request_ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[FromInferd]] = {}
-        self._returns: dict[int, IncomingVersion] = {}
+        self._asked_back: dict[int, VersionTag] = {}
+        self._returns: dict[int, IncomingVersion] = {}  # each is closed by the request that asked for it
+        self._has_spoken = True
+        self._silent_looks = 0
         # From the moment fds are sent the memory must be counted as mapped.
         self._holds: dict[VersionTag, float] = {held.tag.to_tag(): self._attached_s for held in hello.held}
         self._sending = asyncio.Lock()
@@ -143,9 +150,9 @@ class Lease:
             async with self._sending:  # the frames of one transfer stay together
                 self._holds.setdefault(version.tag, time.monotonic())
                 with table_fds(version) as fds:
-                    await self._channel.send(encode(message, HANDOFF_FRAME_BYTES), fds)
+                    await self._send(message, fds)
                 for batch, borrowed in slab_batches(request_id, version.slabs):
-                    await self._channel.send(encode(batch, HANDOFF_FRAME_BYTES), borrowed)
+                    await self._send(batch, borrowed)
             try:
                 # The inferd's own time-out for the slot comes first and says who holds it.
                 prepared = await self._await(answer, Prepared, drain_timeout_s + timeout_s, "prepare")
@@ -164,7 +171,7 @@ class Lease:
         """Have the inferd flip to a prepared version; raises what it answers, DeadlineExceeded, PeerGone."""
         with self._expect() as (request_id, answer):
             message = Commit(request_id=request_id, tag=Tag.of(tag), epoch=epoch, in_flight=in_flight)
-            await self._channel.send(encode(message, HANDOFF_FRAME_BYTES))
+            await self._send(message)
             committed = await self._await(answer, Committed, timeout_s, "commit")
         if committed.tag.to_tag() != tag or committed.epoch != epoch:
             raise ProtocolError(f"{self.name} confirmed {committed.tag.to_tag()} for epoch {committed.epoch}")
@@ -175,7 +182,7 @@ class Lease:
         """Have the inferd drain and unmap a version; raises what it answers, DeadlineExceeded, PeerGone."""
         with self._expect() as (request_id, answer):
             message = Release(request_id=request_id, tag=Tag.of(tag), timeout_s=timeout_s)
-            await self._channel.send(encode(message, HANDOFF_FRAME_BYTES))
+            await self._send(message)
             # The inferd's own time-out comes first and says who holds the version.
             await self._await(answer, Released, timeout_s + 5.0, "release")
         self._holds.pop(tag, None)
@@ -183,12 +190,13 @@ class Lease:
     async def hand_back(self, tag: VersionTag, timeout_s: float) -> IncomingVersion:
         """Receive the fds of a version that the inferd holds; the caller owns the transfer."""
         with self._expect() as (request_id, answer):
-            message = HandBack(request_id=request_id, tag=Tag.of(tag))
-            await self._channel.send(encode(message, HANDOFF_FRAME_BYTES))
+            self._asked_back[request_id] = tag
             try:
+                await self._send(HandBack(request_id=request_id, tag=Tag.of(tag)))
                 await self._await(answer, HandedBack, timeout_s, "hand back")
                 return self._returns.pop(request_id)
             finally:
+                del self._asked_back[request_id]
                 unclaimed = self._returns.pop(request_id, None)
                 if unclaimed is not None:
                     unclaimed.close()
@@ -196,6 +204,18 @@ class Lease:
     def close(self) -> None:
         """End the lease; its reader sees the end and reports it."""
         self._channel.close()
+
+    async def _send(self, message: FromLoaderd, borrow_fds: Sequence[int] = ()) -> None:
+        """Send one frame.  A peer that does not read loses its lease, and PeerGone is raised: whoever
+        asks holds locks that others wait for, and half a transfer cannot be taken back."""
+        try:
+            async with asyncio.timeout(SEND_WITHIN_S):
+                await self._channel.send(encode(message, HANDOFF_FRAME_BYTES), borrow_fds)
+        except TimeoutError as error:
+            self.close()
+            raise PeerGone(
+                f"inferd {self.name} has not read for {SEND_WITHIN_S:g} s", inferd=self.name
+            ) from error
 
     # --- what it says ----------------------------------------------------------------------------
 
@@ -206,15 +226,24 @@ class Lease:
                 frame, fds = await self._channel.receive()
                 with fds:
                     self._dispatch(decode(frame, FROM_INFERD, HANDOFF_FRAME_BYTES), fds, on_report)
+                self._has_spoken = True
+                # Receiving does not wait while frames are there: a flood would leave no turn to others.
+                await asyncio.sleep(0)
         finally:
             gone = PeerGone(f"inferd {self.name} went away", inferd=self.name)
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(gone)
-            for incoming in self._returns.values():
-                incoming.close()
-            self._returns.clear()
             self._holds.clear()
+
+    def count_silence(self) -> int:
+        """How many calls in a row, this one included, found that nothing came since the call before.
+
+        Counted and not timed: after a pause of this process the clock would blame the peers.
+        """
+        self._silent_looks = 0 if self._has_spoken else self._silent_looks + 1
+        self._has_spoken = False
+        return self._silent_looks
 
     def _dispatch(self, message: FromInferd, fds: ReceivedFds, on_report: ReportSink) -> None:
         match message:
@@ -228,9 +257,11 @@ class Lease:
                         self._holds.setdefault(slot.tag.to_tag(), time.monotonic())
                 on_report(self)
             case HandedBack():
-                if message.request_id not in self._answers or message.request_id in self._returns:
-                    raise ProtocolError(f"{self.name} handed back what nobody asked for")
-                incoming = IncomingVersion(message.tag.to_tag(), message.request_id, message.slabs, fds)
+                tag = message.tag.to_tag()
+                # The tag is what the bytes will be held against, so it must be the one asked for.
+                if self._asked_back.get(message.request_id) != tag or message.request_id in self._returns:
+                    raise ProtocolError(f"{self.name} handed back {tag}, which nobody asked for")
+                incoming = IncomingVersion(tag, message.request_id, message.slabs, fds)
                 self._returns[message.request_id] = incoming
                 if incoming.is_complete:
                     self._settle(message.request_id, message)

@@ -11,8 +11,12 @@ from loaderd.journal import Committed
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent
 from loaderd.versions import Version
-from shared.errors import ChangeoverError
+from shared.errors import ChangeoverError, ProtocolError
 from shared.ids import Epoch, VersionTag
+
+EPOCH_LEAP = 1 << 32
+"""An inferd this far ahead of the newest commit was not led there by any loaderd, which takes one epoch
+for each commit.  To follow it would use up the epochs, which have 63 bits."""
 
 
 class Reconciliation:
@@ -34,10 +38,18 @@ class Reconciliation:
 
     def is_due(self, lease: Lease) -> bool:
         """Whether `welcome` would change anything for an inferd, and may run now."""
-        deployment = self._deployment
-        if deployment.active is None or deployment.slots_in_hand.locked():
-            return False  # not known yet, or a rollout is at it
-        return self._is_behind(lease) or any(self._is_needless(lease, tag) for tag in lease.held)
+        if self._deployment.slots_in_hand.locked():
+            return False  # a rollout is at it
+        if any(self._is_needless(lease, tag) for tag in lease.held):
+            return True
+        return self._lost_to(lease) is not None or self._is_behind(lease)
+
+    def _lost_to(self, lease: Lease) -> VersionTag | None:
+        """What should be active, is not resident here, and can be taken back from this inferd."""
+        if self._deployment.active is not None:
+            return None
+        wanted = self._recollected.tag if self._recollected is not None else lease.serving
+        return wanted if wanted is not None and lease.holds(wanted) else None
 
     def _is_behind(self, lease: Lease) -> bool:
         active = self._deployment.active
@@ -46,6 +58,9 @@ class Reconciliation:
     def _is_needless(self, lease: Lease, tag: VersionTag) -> bool:
         """Whether an inferd keeps memory that is on its way out, or that nobody here knows."""
         versions = (self._deployment.active, self._deployment.retained)
+        if self._deployment.active is None:
+            # What serves is not known, or nothing does: only what failed here is surely of no use.
+            return tag != lease.serving and self._host.versions.is_leaving(tag)
         return tag != lease.serving and all(v is None or v.tag != tag for v in versions)
 
     # --- an inferd attached, or is behind --------------------------------------------------------
@@ -58,6 +73,7 @@ class Reconciliation:
         """
         deployment = self._deployment
         async with deployment.slots_in_hand:
+            self._check_epoch(lease)
             try:
                 await self._adopt_what_is_lost(lease)
             finally:
@@ -65,6 +81,16 @@ class Reconciliation:
                     self._is_found.set()
             if deployment.active is not None:
                 await self._reconcile(lease, deployment.active)
+            else:
+                await self._drop_needless(lease)
+                deployment.collect()
+
+    def _check_epoch(self, lease: Lease) -> None:
+        """End the lease and raise ProtocolError if its epoch cannot be true."""
+        newest = self._deployment.epoch
+        if lease.epoch > newest + EPOCH_LEAP:
+            lease.close()
+            raise ProtocolError(f"{lease.name} claims epoch {lease.epoch}, the newest here is {newest}")
 
     async def _reconcile(self, lease: Lease, active: Version) -> None:
         """Bring an inferd to the active version, have it drop what is of no use, and prepare what is
@@ -113,6 +139,8 @@ class Reconciliation:
 
     async def _restore(self) -> None:
         committed = self._recollected
+        async with self._deployment.slots_in_hand:
+            pass  # an inferd that came in time may be handing it back: hashing it takes longer than a grace
         if committed is None or self._deployment.active is not None:
             return
         ref = committed.tag.ref
@@ -129,10 +157,8 @@ class Reconciliation:
     async def _adopt_what_is_lost(self, lease: Lease) -> None:
         """Take memory back as long as nothing is active: from then on what is unknown is stale."""
         deployment, recollected = self._deployment, self._recollected
-        if deployment.active is None:
-            wanted = recollected.tag if recollected is not None else lease.serving
-            if wanted is None or not lease.holds(wanted):
-                return
+        wanted = self._lost_to(lease)
+        if wanted is not None:
             active = await self._adopt(lease, wanted)
             self._host.versions.advance(active, VersionEvent.CONFIRM, "it serves")
             if recollected is None:

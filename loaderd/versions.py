@@ -112,6 +112,11 @@ class VersionTable:
             None,
         )
 
+    def is_leaving(self, tag: VersionTag) -> bool:
+        """Whether what is known of this tag is on its way out, and nothing else."""
+        known = any(v.resident is not None and v.resident.tag == tag for v in self._versions.values())
+        return known and self.find(tag) is None
+
     def hold(self, version: Version) -> UserId:
         """Keep a version's slabs until `slabs.release` of the returned user."""
         user = UserId(next(self._users))

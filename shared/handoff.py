@@ -12,10 +12,16 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.control import SlotReport
+from shared.layout_table import MAX_SLABS
 from shared.messages import Count, InFlight, Name, Seconds, Tag, WireError, WireModel
 
 FDS_PER_FRAME = 128
 """Well below the kernel's SCM_MAX_FD of 253."""
+
+SLOTS = 2
+"""An inferd's slots: no more can be held or reported."""
+
+SlabCount = Annotated[int, Field(ge=0, le=MAX_SLABS)]
 
 
 class SlabHandle(WireModel):
@@ -30,7 +36,7 @@ class HeldVersion(WireModel):
     """A version that inferd maps at the time it attaches."""
 
     tag: Tag
-    slot: Annotated[int, Field(ge=0, lt=2)]
+    slot: Annotated[int, Field(ge=0, lt=SLOTS)]
     state: str
     epoch: Count
 
@@ -51,7 +57,7 @@ class Hello(WireModel):
     flip: str
     serves_two_versions: bool
     epoch: Count  # newest epoch this inferd has committed, 0 if none
-    held: tuple[HeldVersion, ...] = ()
+    held: Annotated[tuple[HeldVersion, ...], Field(max_length=SLOTS)] = ()
 
 
 class Prepared(WireModel):
@@ -75,7 +81,7 @@ class Committed(WireModel):
     tag: Tag
     epoch: Count
     flip_ns: Count
-    requests_turned: Count = 0
+    requests_turned: Annotated[int, Field(ge=0, lt=1 << 32)] = 0  # added up over all inferds
 
 
 class Released(WireModel):
@@ -92,7 +98,7 @@ class HandedBack(WireModel):
     kind: Literal["handed_back"] = "handed_back"
     request_id: Count
     tag: Tag
-    slabs: Count
+    slabs: SlabCount
 
 
 class Failed(WireModel):
@@ -108,7 +114,7 @@ class Report(WireModel):
 
     kind: Literal["report"] = "report"
     epoch: Count
-    slots: tuple[SlotReport, ...]
+    slots: Annotated[tuple[SlotReport, ...], Field(max_length=SLOTS)]
     running: Count
     waiting: Count
     tokens_generated: Count
@@ -140,7 +146,7 @@ class Prepare(WireModel):
     kind: Literal["prepare"] = "prepare"
     request_id: Count
     tag: Tag
-    slabs: Count
+    slabs: SlabCount
     timeout_s: Seconds
 
 
