@@ -40,6 +40,9 @@ class ControlServer:
         """Receive and answer."""
         async with asyncio.TaskGroup() as requests:
             while True:
+                # Receiving does not wait while frames are there: a flood of them would leave no turn to
+                # the answers, to the leases or to the sign of life for systemd.
+                await asyncio.sleep(0)
                 parts = await self._router.recv_multipart(copy=False)
                 if len(parts) != 2:
                     continue  # no client of this protocol: there is no frame to answer to

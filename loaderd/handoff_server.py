@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import structlog
@@ -23,7 +25,7 @@ from shared.errors import (
     PeerError,
     ProtocolError,
 )
-from shared.fdpass import SeqpacketChannel
+from shared.fdpass import PeerCredentials, SeqpacketChannel
 from shared.handoff import FROM_INFERD, Hello, Refused, Welcome
 from shared.ids import Generation, LeaseId
 from shared.memory.backend import MemoryBackend
@@ -32,6 +34,10 @@ from shared.messages import WireError
 log = structlog.get_logger(__name__)
 
 HELLO_WITHIN_S = 5.0
+
+STRANGERS_AT_ONCE = 16
+"""Connections of users who may not attach that are kept until they have been told so; more are closed
+at once, so that nobody else can use up this process's fds."""
 
 
 class LeaseHolder(Protocol):
@@ -67,6 +73,8 @@ class HandoffServer:
         self._chronicle = chronicle
         self._holder = holder
         self._lease_ids = itertools.count(1)
+        self._strangers = 0
+        self._refusals: dict[str, str] = {}  # by name of the inferd: what the journal says already
         self.leases: dict[LeaseId, Lease] = {}
 
     async def run(self, borrow_listener: socket.socket) -> None:
@@ -86,13 +94,28 @@ class HandoffServer:
     async def _serve(self, take_end: socket.socket) -> None:
         channel = SeqpacketChannel(take_end)
         try:
-            lease = await self._admit(channel)
+            with self._counted(channel.peer):
+                lease = await self._admit(channel)
             if lease is not None:
                 await self._hold(lease)
-        except (PeerError, DriverError) as error:
-            log.warning("handoff.ended", pid=channel.peer.pid, error=error.message)
+        except (PeerError, DriverError, NotPermitted) as error:
+            log.warning("handoff.ended", pid=channel.peer.pid, uid=channel.peer.uid, error=error.message)
         finally:
             channel.close()
+
+    @contextmanager
+    def _counted(self, peer: PeerCredentials) -> Iterator[None]:
+        """Count a connection of someone who may not attach; raises NotPermitted if there are too many."""
+        if self._may_attach(peer):
+            yield
+            return
+        if self._strangers >= STRANGERS_AT_ONCE:
+            raise NotPermitted(f"uid {peer.uid} may not attach, and {self._strangers} like it are connected")
+        self._strangers += 1
+        try:
+            yield
+        finally:
+            self._strangers -= 1
 
     async def _admit(self, channel: SeqpacketChannel) -> Lease | None:
         """Hello and welcome; None if the peer was refused."""
@@ -108,18 +131,37 @@ class HandoffServer:
         try:
             self._check(channel, hello)
         except ChangeoverError as error:
-            self._chronicle.record("lease.refused", error.message, model=hello.model, inferd=hello.name)
+            self._tell_refusal(channel.peer, hello, error)
             await channel.send(encode(Refused(error=WireError.of(error)), HANDOFF_FRAME_BYTES))
             return None
         lease = Lease(LeaseId(next(self._lease_ids)), channel, hello)
+        self._refusals.pop(hello.name, None)
         welcome = Welcome(protocol=PROTOCOL_VERSION, generation=self._generation, lease=lease.id)
         await channel.send(encode(welcome, HANDOFF_FRAME_BYTES))
         return lease
 
+    def _tell_refusal(self, peer: PeerCredentials, hello: Hello, error: ChangeoverError) -> None:
+        """Journal a refusal once, not each time that the inferd tries again; those of strangers, who can
+        try with any name as often as they like, go to the log alone."""
+        log.warning("lease.refused", inferd=hello.name, pid=peer.pid, uid=peer.uid, error=error.message)
+        if self._may_attach(peer) and self._refusals.get(hello.name) != error.message:
+            self._refusals[hello.name] = error.message
+            self._chronicle.record("lease.refused", error.message, model=hello.model, inferd=hello.name)
+
+    def _may_attach(self, peer: PeerCredentials) -> bool:
+        try:
+            self._check_permitted(peer)
+        except NotPermitted:
+            return False
+        return True
+
+    def _check_permitted(self, peer: PeerCredentials) -> None:
+        self._policy.check("attach", Caller(peer.uid, peer.gid, peer.pid, groups_of(peer.uid, peer.gid)))
+
     def _check(self, channel: SeqpacketChannel, hello: Hello) -> None:
         """Raise NotPermitted, ProtocolError or InvalidRequest unless this peer may attach."""
         peer = channel.peer
-        self._policy.check("attach", Caller(peer.uid, peer.gid, peer.pid, groups_of(peer.uid, peer.gid)))
+        self._check_permitted(peer)
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError(f"inferd speaks protocol {hello.protocol}, loaderd {PROTOCOL_VERSION}")
         if hello.backend != self._backend.name:

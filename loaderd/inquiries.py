@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from loaderd.checkpoint.checkpoint import open_checkpoint
 from loaderd.checkpoint.listing import list_folders
 from loaderd.deployment import Deployment, Host
 from loaderd.lifecycle import VersionState
-from loaderd.seal.create import seal_of
 from loaderd.seal.document import read_seal
 from loaderd.versions import Version
 from shared.control import (
@@ -33,10 +34,15 @@ from shared.control import (
     Versions,
     VersionsReport,
 )
-from shared.errors import UnknownVersion
+from shared.errors import InvalidRequest, ResourceError, UnknownVersion
 from shared.ids import Digest
 from shared.messages import Tag
 from shared.resident import damaged_tensors
+
+Found = TypeVar("Found")
+
+FOLDER_READS_AT_ONCE = 8
+"""Requests that wait for something from a folder; more are told to try again."""
 
 NAMES_SHOWN = 200
 """Tensor names a diff lists of each kind; a reply must fit one frame."""
@@ -50,6 +56,23 @@ class Inquiries:
         self._deployments = deployments
         self._roots = roots
         self._started_s = time.monotonic()
+        # One thread, and not one of those that pushes use: anyone may ask.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="inquiry")
+        self._folder_reads = 0
+
+    def close(self) -> None:
+        """Drop what nobody waits for any more."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, work: Callable[[], Found]) -> Found:
+        """Do blocking work on folders; raises ResourceError if too many requests wait for such."""
+        if self._folder_reads >= FOLDER_READS_AT_ONCE:
+            raise ResourceError(f"{FOLDER_READS_AT_ONCE} requests that read folders wait; try again")
+        self._folder_reads += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+        finally:
+            self._folder_reads -= 1
 
     async def status(self, _: Status) -> StatusReport:
         """Everything at one moment."""
@@ -76,7 +99,7 @@ class Inquiries:
 
     async def versions(self, _: Versions) -> VersionsReport:
         """Resident versions, and the folders below the model roots."""
-        folders = await asyncio.to_thread(list_folders, self._roots)
+        folders = await self._read(lambda: list_folders(self._roots))
         resident = {str(version.ref) for version in self._host.versions if version.resident is not None}
         return VersionsReport(
             resident=self._resident(),
@@ -105,12 +128,12 @@ class Inquiries:
         version = self._find(body.name)
         memory = version.memory
         started = time.perf_counter()
-        # The slabs must outlive the hashing, whatever is swept meanwhile.
+        # The slabs must outlive the hashing, whatever is swept meanwhile and whether or not the request's
+        # deadline passes: the thread goes on.
         user = self._host.versions.hold(version)
-        try:
-            damaged = await asyncio.shield(asyncio.to_thread(damaged_tensors, memory))
-        finally:
-            self._host.versions.slabs.release(user)
+        hashing = asyncio.ensure_future(asyncio.to_thread(damaged_tensors, memory))
+        hashing.add_done_callback(lambda _: self._host.versions.slabs.release(user))
+        damaged = await asyncio.shield(hashing)
         report = VerifyReport(
             tag=Tag.of(memory.tag),
             against=version.verified,
@@ -156,18 +179,23 @@ class Inquiries:
         try:
             version = self._find(name)
         except UnknownVersion:
-            return await asyncio.to_thread(self._content_of_folder, name)
+            return await self._read(lambda: self._content_of_folder(name))
         return Content(
             {t.name: (t.dtype, t.shape, t.nbytes, t.digest) for t in version.memory.layout.tensors},
             version.asset_digests(),
         )
 
     def _content_of_folder(self, name: str) -> Content:
-        """From the seal, or by reading every byte where there is none.  Blocking."""
+        """From the seal.  Raises InvalidRequest where there is none: to read every byte of a folder is
+        work that a reader may not cause.  Blocking."""
         with open_checkpoint(self._roots, name) as checkpoint:
-            seal = (
-                read_seal(checkpoint.seal_bytes) if checkpoint.seal_bytes is not None else seal_of(checkpoint)
-            )
+            if checkpoint.seal_bytes is None:
+                raise InvalidRequest(
+                    f"{name} is not resident and has no seal to be compared by (seal it with "
+                    "`loaderctl seal`)",
+                    name=name,
+                )
+            seal = read_seal(checkpoint.seal_bytes)
         return Content(
             {tensor: (t.dtype, t.shape, t.nbytes, t.digest) for tensor, t in seal.tensors.items()},
             seal.asset_digests,
