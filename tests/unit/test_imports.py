@@ -57,6 +57,7 @@ PURE = (
     "shared.layout_table",
     "shared.memory.backend",
     "shared.memory.dtypes",
+    "shared.memory.ranges",
     "shared.messages",
     "shared.progress",
     "shared.tensor_size",
