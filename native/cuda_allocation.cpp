@@ -36,7 +36,9 @@ CudaAllocation CudaAllocation::import(CudaDevice& device, int borrow_fd) {
   // The driver takes the fd itself where its signature says "pointer to an OS handle".
   void* const os_handle = reinterpret_cast<void*>(static_cast<std::intptr_t>(borrow_fd));
   const cuda::Result result = driver.mem_import.attempt(&handle, os_handle, cuda::kHandlePosixFd);
-  if (result == cuda::kInvalidValue || result == cuda::kInvalidHandle || result == cuda::kInvalidDevice) {
+  // What drivers answer for an fd that is a file, a socket or a memfd (580: kUnknown).
+  if (result == cuda::kInvalidValue || result == cuda::kInvalidHandle || result == cuda::kInvalidDevice ||
+      result == cuda::kUnknown) {
     throw ForeignHandle("the fd is not device memory: the driver answers " + std::to_string(result));
   }
   if (result != cuda::kSuccess) driver.mem_import.fail(result);

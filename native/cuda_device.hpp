@@ -1,7 +1,8 @@
 // `CudaDevice`: one GPU that this process can see, by its full UUID.
 //
 // The driver applies CUDA_VISIBLE_DEVICES before it counts, and torch counts as the driver does, so
-// `ordinal` is torch's index too; it means nothing in another process.  The primary context is the one
+// `ordinal` is torch's index too; it means nothing in another process.  Under MIG a device is an instance
+// and the UUID is the instance's, in the same spelling.  The primary context is the one
 // that torch uses.  It is retained when the device is first used, and for the process's life: tensors
 // and the threads that release memory may outlive any destructor.
 #pragma once

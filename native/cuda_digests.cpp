@@ -28,7 +28,15 @@ static_assert(1U << kCrcLevels == kCrcThreads);
 // Small blocks spread the leaves of one tensor over the whole device.
 constexpr unsigned kShaThreads = 32;
 
-constexpr std::uint64_t kResultBytes = std::uint64_t{2} << 20;
+// As in kernels/sha256.cu.
+struct LeafRange {
+  cuda::DevicePointer data;
+  std::uint64_t nbytes;
+  std::uint64_t first_leaf;
+};
+
+constexpr std::uint64_t kResultBytes = std::uint64_t{4} << 20;
+constexpr std::size_t kRangesPerLaunch = 8192;
 constexpr std::uint64_t kLeavesPerLaunch = kResultBytes / kSha256Bytes;
 constexpr std::uint64_t kCrcBlocksPerLaunch = kResultBytes / sizeof(std::uint32_t);
 
@@ -58,10 +66,12 @@ cuda::Function load(CudaDevice& device, const std::vector<std::string>& librarie
 }  // namespace
 
 struct CudaDigests::Lane {
-  explicit Lane(int priority) : stream(priority), results(kResultBytes) {}
+  explicit Lane(int priority)
+      : stream(priority), results(kResultBytes), ranges(kRangesPerLaunch * sizeof(LeafRange)) {}
   CudaStream stream;
   CudaEvent done;
   PinnedBuffer results;  // kernels write here through the bus: far less than they read
+  PinnedBuffer ranges;
 
   void launch(cuda::Function function, std::uint64_t blocks, unsigned threads, void** arguments) {
     const CudaDriver& driver = CudaDriver::get();
@@ -137,27 +147,39 @@ std::uint32_t CudaDigests::crc32(cuda::DevicePointer data, std::uint64_t nbytes)
   return ~crc32_combine(0xFFFFFFFF, remainder, nbytes);
 }
 
-void CudaDigests::sha256_leaves(cuda::DevicePointer data, std::uint64_t nbytes, std::uint64_t leaf_bytes,
+void CudaDigests::sha256_leaves(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
                                 std::span<std::byte> digests) {
-  if (nbytes == 0) return;
   if (leaf_bytes == 0) throw Misuse("a leaf has at least one byte");
-  leaf_bytes = std::min(leaf_bytes, nbytes);
   const ContextScope scope(device_);
   const Lease lease(*this);
   Lane& lane = lease.lane();
-  for (std::uint64_t left = leaf_count(nbytes, leaf_bytes); left > 0;) {
-    std::uint64_t leaves = std::min(left, kLeavesPerLaunch);
+  auto* const table = reinterpret_cast<LeafRange*>(lane.ranges.bytes().data());
+  std::size_t range = 0;
+  std::uint64_t done_bytes = 0;  // of the range: it may be cut at a leaf where a launch is full
+  while (range < ranges.size()) {
+    std::uint32_t count = 0;
+    std::uint64_t leaves = 0;
+    while (range < ranges.size() && count < kRangesPerLaunch && leaves < kLeavesPerLaunch) {
+      const std::uint64_t left = ranges[range].nbytes - done_bytes;
+      const std::uint64_t take = std::min(leaf_count(left, leaf_bytes), kLeavesPerLaunch - leaves);
+      // Written so that no product can wrap.
+      const std::uint64_t taken_bytes = take == leaf_count(left, leaf_bytes) ? left : take * leaf_bytes;
+      if (take > 0) table[count++] = {ranges[range].data + done_bytes, taken_bytes, leaves};
+      leaves += take;
+      done_bytes += taken_bytes;
+      if (done_bytes == ranges[range].nbytes) {
+        ++range;
+        done_bytes = 0;
+      }
+    }
+    if (leaves == 0) continue;  // empty ranges alone
     std::byte* results = lane.results.bytes().data();
-    void* arguments[] = {&data, &nbytes, &leaf_bytes, &leaves, &results};
+    const LeafRange* first = table;
+    void* arguments[] = {&first, &count, &leaf_bytes, &leaves, &results};
     lane.launch(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
     const std::uint64_t size = leaves * kSha256Bytes;
     std::memcpy(digests.data(), results, size);
     digests = digests.subspan(size);
-    left -= leaves;
-    if (left > 0) {
-      data += leaves * leaf_bytes;
-      nbytes -= leaves * leaf_bytes;
-    }
   }
 }
 

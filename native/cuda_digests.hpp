@@ -17,6 +17,11 @@
 
 namespace changeover {
 
+struct DeviceRange {
+  cuda::DevicePointer data;
+  std::uint64_t nbytes;
+};
+
 class CudaDigests {
  public:
   // Compiles.  Throws DriverMissing without NVRTC.
@@ -27,8 +32,9 @@ class CudaDigests {
 
   // IEEE CRC32 of `nbytes` at `data`, as crc32.hpp.  Blocking.
   std::uint32_t crc32(cuda::DevicePointer data, std::uint64_t nbytes);
-  // As sha256.hpp.  Blocking.
-  void sha256_leaves(cuda::DevicePointer data, std::uint64_t nbytes, std::uint64_t leaf_bytes,
+  // The leaves of all ranges, one after the other, as sha256.hpp.  Blocking.  Fast only with tens of
+  // thousands of leaves at once, whatever their ranges.
+  void sha256_leaves(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
                      std::span<std::byte> digests);
 
  private:

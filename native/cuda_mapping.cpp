@@ -19,7 +19,8 @@ void set_access(CudaDevice& device, cuda::DevicePointer address, std::uint64_t n
 CudaMapping::CudaMapping(cuda::DevicePointer address, std::uint64_t nbytes, const CudaAllocation& allocation) {
   const CudaDriver& driver = CudaDriver::get();
   const cuda::Result result = driver.mem_map.attempt(address, nbytes, 0, allocation.borrow(), 0);
-  if (result == cuda::kInvalidValue) {
+  // What drivers answer for more bytes than there are (580: kNotSupported).
+  if (result == cuda::kInvalidValue || result == cuda::kNotSupported) {
     throw ForeignHandle("the memory cannot be mapped with " + std::to_string(nbytes) + " bytes");
   }
   if (result != cuda::kSuccess) driver.mem_map.fail(result);

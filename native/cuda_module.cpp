@@ -49,16 +49,32 @@ DeviceView slab_view(const CudaSlab& slab, std::uint64_t offset, std::uint64_t n
   return view_of(std::move(region), ordinal, address, nbytes);
 }
 
-nb::bytes slab_sha256_leaves(const CudaSlab& slab, std::uint64_t offset, std::uint64_t nbytes,
-                             std::uint64_t leaf_bytes) {
+nb::bytes sha256_ranges(const CudaSlab& slab, const std::vector<SlabRange>& ranges, std::uint64_t leaf_bytes) {
   check_leaf_bytes(leaf_bytes);
-  static_cast<void>(slab.share()->range(offset, nbytes));  // before anything is sized by it
-  nb::bytes digests = new_bytes(leaf_count(nbytes, leaf_bytes) * kSha256Bytes);
+  std::uint64_t leaves = 0;
+  for (const SlabRange& range : ranges) {
+    static_cast<void>(slab.share()->range(range.offset, range.nbytes));  // before anything is sized by it
+    leaves += leaf_count(range.nbytes, leaf_bytes);
+  }
+  nb::bytes digests = new_bytes(leaves * kSha256Bytes);
   {
     const ReleaseGil released;
-    slab.sha256_leaves(offset, nbytes, leaf_bytes, fill(digests));
+    slab.sha256_leaves(ranges, leaf_bytes, fill(digests));
   }
   return digests;
+}
+
+nb::bytes slab_sha256_leaves(const CudaSlab& slab, std::uint64_t offset, std::uint64_t nbytes,
+                             std::uint64_t leaf_bytes) {
+  return sha256_ranges(slab, {{offset, nbytes}}, leaf_bytes);
+}
+
+nb::bytes slab_sha256_ranges(const CudaSlab& slab,
+                             const std::vector<std::tuple<std::uint64_t, std::uint64_t>>& ranges,
+                             std::uint64_t leaf_bytes) {
+  std::vector<SlabRange> places;
+  for (const auto& [offset, nbytes] : ranges) places.push_back({offset, nbytes});
+  return sha256_ranges(slab, places, leaf_bytes);
 }
 
 // The region and its views; views keep the addresses, `close` ends the region for new use.
@@ -137,6 +153,7 @@ void bind_cuda(nb::module_& m) {
       .def("borrow_fd", &CudaSlab::borrow_fd)
       .def("crc32", &CudaSlab::crc32, "offset_bytes"_a, "nbytes"_a, nb::call_guard<ReleaseGil>())
       .def("sha256_leaves", &slab_sha256_leaves, "offset_bytes"_a, "nbytes"_a, "leaf_bytes"_a)
+      .def("sha256_leaves_of", &slab_sha256_ranges, "ranges"_a, "leaf_bytes"_a)
       .def("view", &slab_view, "offset_bytes"_a, "nbytes"_a)
       .def("close", &CudaSlab::close, nb::call_guard<ReleaseGil>());
 

@@ -1,7 +1,6 @@
 #include "cuda_release.hpp"
 
 #include <chrono>
-#include <optional>
 #include <thread>
 #include <utility>
 
@@ -18,7 +17,8 @@ constexpr std::chrono::milliseconds kCaptureRetry{20};
 
 }  // namespace
 
-ReleaseQueue::ReleaseQueue(CudaDevice& device) : device_(device) {}
+// Detached: a process that ends does not wait for its GPU.
+ReleaseQueue::ReleaseQueue(CudaDevice& device) : device_(device) { std::thread([this] { run(); }).detach(); }
 
 ReleaseQueue::~ReleaseQueue() = default;
 
@@ -26,11 +26,6 @@ void ReleaseQueue::push(std::unique_ptr<CudaRegion> region) noexcept {
   const std::lock_guard lock(mutex_);
   waiting_.push_back(std::move(region));
   ++pushed_;
-  if (!is_running_) {
-    is_running_ = true;
-    // Detached: devices are never destroyed, and a process that ends does not wait for its GPU.
-    std::thread([this] { run(); }).detach();
-  }
   changed_.notify_all();
 }
 

@@ -23,6 +23,7 @@ class CudaRegion;
 
 class ReleaseQueue {
  public:
+  // Starts the thread.  It and the queue live until the process ends, as devices do.
   explicit ReleaseQueue(CudaDevice& device);
   ReleaseQueue(const ReleaseQueue&) = delete;
   ReleaseQueue& operator=(const ReleaseQueue&) = delete;
@@ -43,7 +44,6 @@ class ReleaseQueue {
   std::deque<std::unique_ptr<CudaRegion>> waiting_;
   std::uint64_t pushed_ = 0;
   std::uint64_t released_ = 0;
-  bool is_running_ = false;
 };
 
 }  // namespace changeover

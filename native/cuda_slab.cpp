@@ -1,6 +1,7 @@
 #include "cuda_slab.hpp"
 
 #include <utility>
+#include <vector>
 
 #include "cuda_digests.hpp"
 #include "cuda_ipc_memory.hpp"
@@ -62,10 +63,15 @@ std::uint32_t CudaSlab::crc32(std::uint64_t offset, std::uint64_t nbytes) const 
   return region->device().digests().crc32(region->range(offset, nbytes), nbytes);
 }
 
-void CudaSlab::sha256_leaves(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t leaf_bytes,
+void CudaSlab::sha256_leaves(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes,
                              std::span<std::byte> digests) const {
   const auto region = share();
-  region->device().digests().sha256_leaves(region->range(offset, nbytes), nbytes, leaf_bytes, digests);
+  std::vector<DeviceRange> places;
+  places.reserve(ranges.size());
+  for (const SlabRange& range : ranges) {
+    places.push_back({region->range(range.offset, range.nbytes), range.nbytes});
+  }
+  region->device().digests().sha256_leaves(places, leaf_bytes, digests);
 }
 
 void CudaSlab::close() {

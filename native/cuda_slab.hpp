@@ -16,6 +16,11 @@
 
 namespace changeover {
 
+struct SlabRange {
+  std::uint64_t offset;
+  std::uint64_t nbytes;
+};
+
 // Readable.  All members are thread-safe; memory stays while a call or a tensor uses it.
 class CudaSlab {
  public:
@@ -28,8 +33,9 @@ class CudaSlab {
   bool is_open() const;
   int borrow_fd() const;
   std::uint32_t crc32(std::uint64_t offset, std::uint64_t nbytes) const;
-  // 32 bytes per leaf; `digests` has room for `leaf_count(nbytes, leaf_bytes)` of them.
-  void sha256_leaves(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t leaf_bytes,
+  // The leaves of all ranges (offset and length), one after the other, 32 bytes per leaf.  `digests` has
+  // room for `leaf_count` of each of them.
+  void sha256_leaves(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes,
                      std::span<std::byte> digests) const;
   // The region, kept alive beyond `close`.
   std::shared_ptr<const CudaRegion> share() const;

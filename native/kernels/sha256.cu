@@ -1,4 +1,7 @@
-// SHA-256 (FIPS 180-4) of the leaves of device memory, one thread per leaf.
+// SHA-256 (FIPS 180-4) of the leaves of ranges of device memory, one thread per leaf.
+//
+// A leaf is hashed in order, so that one range keeps the device busy only if it has tens of thousands of
+// them: many ranges go into one launch.
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -48,15 +51,28 @@ __device__ __forceinline__ void compress(u32 (&h)[8], u32 (&w)[16]) {
   h[7] += i;
 }
 
-// Leaf i holds the bytes from i * leaf_bytes to the next leaf or the end of the data.
-extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const u8* __restrict__ data, u64 nbytes,
+struct Range {
+  const u8* data;
+  u64 nbytes;
+  u64 first_leaf;  // of all leaves of the launch; ascending, the first is 0
+};
+
+// Leaf i of a range holds its bytes from i * leaf_bytes to the next leaf or the end.
+extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __restrict__ ranges, u32 range_count,
                                                                u64 leaf_bytes, u64 leaves,
                                                                u32* __restrict__ digests) {
   const u64 leaf = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (leaf >= leaves) return;
-  const u64 first = leaf * leaf_bytes;
-  const u64 size = leaf_bytes < nbytes - first ? leaf_bytes : nbytes - first;
-  const u8* const from = data + first;
+  u32 low = 0;
+  for (u32 high = range_count; high - low > 1;) {
+    const u32 middle = low + (high - low) / 2;
+    if (ranges[middle].first_leaf <= leaf) low = middle;
+    else high = middle;
+  }
+  const Range range = ranges[low];
+  const u64 first = (leaf - range.first_leaf) * leaf_bytes;
+  const u64 size = leaf_bytes < range.nbytes - first ? leaf_bytes : range.nbytes - first;
+  const u8* const from = range.data + first;
   const bool is_aligned = ((u64)from & 15) == 0;
   const u64 whole = size / 64;
   const u64 blocks = (size + 9 + 63) / 64;  // with the padding: one bit, and the length in 64 bits

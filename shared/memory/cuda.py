@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Self, final
 from uuid import uuid4
 
 from shared import _native
+from shared.digest import SHA256_BYTES
 from shared.errors import InvalidRequest, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
@@ -68,11 +69,27 @@ class CudaSlab:
         return self._native.crc32(offset_bytes, nbytes)
 
     def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
-        """By a kernel, one thread per leaf: calls of several threads overlap."""
+        """By a kernel, one thread per leaf: a call for many tensors at once is far faster than calls
+        for each (`sha256_leaves_of`)."""
         check_range(self._entry, offset_bytes, nbytes)
         if leaf_bytes <= 0:
             raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
         return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
+
+    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
+        """The leaves of each range (offset, bytes), as `sha256_leaves` gives them, in one go."""
+        if leaf_bytes <= 0:
+            raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
+        for offset_bytes, nbytes in ranges:
+            check_range(self._entry, offset_bytes, nbytes)
+        joined = memoryview(self._native.sha256_leaves_of(list(ranges), leaf_bytes))
+        leaves = []
+        at = 0
+        for _, nbytes in ranges:
+            size = -(-nbytes // leaf_bytes) * SHA256_BYTES
+            leaves.append(bytes(joined[at : at + size]))
+            at += size
+        return leaves
 
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         # Here, not above: loaderd moves weights and never looks at them, so it needs no torch.

@@ -130,7 +130,14 @@ def digests(slab: CudaSlab, repeats: int) -> Iterator[Figure]:
         what = f"sha256, {leaf >> 10} KiB leaves"
         yield measure(what, repeats, lambda leaf=leaf: slab.sha256_leaves(0, nbytes, leaf), nbytes)
     part = 64 << 20
-    for threads in (1, 8, 32):
+    ranges = [(at, part) for at in range(0, nbytes, part)]
+    yield measure(
+        "sha256, 64 MiB tensors, one call",
+        repeats,
+        lambda: slab.sha256_leaves_of(ranges, 256 << 10),
+        nbytes,
+    )
+    for threads in (1, 8):
         with ThreadPoolExecutor(threads) as pool:
 
             def by_tensor(pool: ThreadPoolExecutor = pool) -> None:

@@ -123,6 +123,27 @@ def test_more_leaves_than_one_launch_holds(backend: CudaBackend) -> None:
         assert slab.sha256_leaves(0, len(data), 8) == b"".join(leaves)
 
 
+def test_many_ranges_are_hashed_in_one_go(backend: CudaBackend) -> None:
+    data = make_data(8 << 20)
+    # Far more ranges, and more leaves, than one launch holds; some empty, some cut by its end.
+    ranges = [(index * 512 % len(data), index % 700) for index in range(20_000)] + [(3, 7 << 20), (0, 0)]
+    with sealed(backend, data) as slab:
+        for leaf, some in ((64, ranges), (4096, ranges[-10:]), (1, [(0, 200_000)])):
+            expected = [
+                b"".join(
+                    hashlib.sha256(data[at : min(at + leaf, offset + nbytes)]).digest()
+                    for at in range(offset, offset + nbytes, leaf)
+                )
+                for offset, nbytes in some
+            ]
+            assert slab.sha256_leaves_of(some, leaf) == expected
+        assert slab.sha256_leaves_of([], 64) == []
+        with pytest.raises(InvariantError):
+            slab.sha256_leaves_of([(0, 1), (len(data), 1)], 64)
+        with pytest.raises(InvariantError):
+            slab.sha256_leaves_of([(0, 1)], 0)
+
+
 def test_memory_waits_for_the_work_that_uses_it(backend: CudaBackend, gpu: DeviceId) -> None:
     data = make_data(STEP_BYTES)
     stream = torch.cuda.Stream()
