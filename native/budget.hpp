@@ -1,4 +1,4 @@
-// `Budget`: how much host memory slabs may take; `Reservation`: one slab's share of it.
+// `Budget`: how much memory slabs may take; `Reservation`: one slab's share of it.
 //
 // A slab counts once however often it is held (created and imported by the same process, kept by a
 // tensor after its owner closed it), and until the last holder is gone.

@@ -39,11 +39,32 @@ class BudgetExceeded : public std::exception {
 
   std::uint64_t needed_bytes() const noexcept { return needed_bytes_; }
   std::uint64_t free_bytes() const noexcept { return free_bytes_; }
-  const char* what() const noexcept override { return "over the budget for host memory"; }
+  const char* what() const noexcept override { return "over the memory limit"; }
 
  private:
   std::uint64_t needed_bytes_;
   std::uint64_t free_bytes_;
+};
+
+// A device has no room for what was asked.
+class DeviceMemoryExceeded : public std::exception {
+ public:
+  DeviceMemoryExceeded(std::string what, std::uint64_t needed_bytes, std::uint64_t free_bytes)
+      : what_(std::move(what)), needed_bytes_(needed_bytes), free_bytes_(free_bytes) {}
+
+  std::uint64_t needed_bytes() const noexcept { return needed_bytes_; }
+  std::uint64_t free_bytes() const noexcept { return free_bytes_; }
+  const char* what() const noexcept override { return what_.c_str(); }
+
+ private:
+  std::string what_;
+  std::uint64_t needed_bytes_;
+  std::uint64_t free_bytes_;
+};
+
+// A library of the machine, such as its GPU driver, is not there or too old.
+class DriverMissing : public std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 // A peer sent something that is not what it should be.

@@ -1,4 +1,4 @@
-// The extension `shared._native`: the one file that knows Python.  Types are in `_native.pyi`.
+// The extension `shared._native`.  Types are in `_native.pyi`; binding.hpp says which files know Python.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "binding.hpp"
 #include "budget.hpp"
 #include "crc32.hpp"
 #include "error.hpp"
@@ -23,13 +24,10 @@
 #include "sha256.hpp"
 #include "version_slot.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using namespace changeover;
+using namespace nb::literals;
 
 namespace {
-
-using ReleaseGil = nb::gil_scoped_release;
 
 // A contiguous view of a Python object's bytes, held for the length of a call.
 class Buffer {
@@ -74,21 +72,6 @@ std::vector<std::string> available_isas(const NamedIsa<Isa> (&isas)[N]) {
     if (is_available(entry.isa)) names.emplace_back(entry.name);
   }
   return names;
-}
-
-// A bytes object that is filled before anyone else sees it.
-nb::bytes new_bytes(std::uint64_t nbytes) {
-  PyObject* object = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes));
-  if (object == nullptr) throw nb::python_error();
-  return nb::steal<nb::bytes>(object);
-}
-
-std::span<std::byte> fill(nb::bytes& object) {
-  return {reinterpret_cast<std::byte*>(PyBytes_AS_STRING(object.ptr())), object.size()};
-}
-
-void check_leaf_bytes(std::uint64_t leaf_bytes) {
-  if (leaf_bytes == 0) throw Misuse("a leaf has at least one byte");
 }
 
 std::uint32_t py_crc32(nb::handle data, std::uint32_t value, const std::optional<std::string>& isa) {
@@ -167,8 +150,13 @@ void translate(const std::exception_ptr& failure, void*) {
   } catch (const SystemError& e) {
     raise("DriverError", e.call(), e.number(), e.detail());
   } catch (const BudgetExceeded& e) {
-    raise("OutOfMemory", "what"_a = "a slab within the limit for host memory",
+    raise("OutOfMemory", "what"_a = "a slab within the memory limit",
           "needed_bytes"_a = e.needed_bytes(), "free_bytes"_a = e.free_bytes());
+  } catch (const DeviceMemoryExceeded& e) {
+    raise("OutOfMemory", "what"_a = e.what(), "needed_bytes"_a = e.needed_bytes(),
+          "free_bytes"_a = e.free_bytes());
+  } catch (const DriverMissing& e) {
+    raise("DriverMissing", e.what());
   } catch (const ForeignHandle& e) {
     raise("ProtocolError", e.what());
   } catch (const Misuse& e) {
@@ -220,6 +208,8 @@ NB_MODULE(_native, m) {
         nb::call_guard<ReleaseGil>());
   m.def("import_host_slab", &import_slab, "budget"_a, "slab_id"_a, "nbytes"_a, "take_fd"_a,
         nb::call_guard<ReleaseGil>());
+
+  bind_cuda(m);
 
   nb::class_<VersionSlot>(m, "VersionSlot")
       .def(nb::init<>())

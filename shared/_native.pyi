@@ -1,7 +1,8 @@
-"""The native core: checksums, digests, host slabs and the version slot.
+"""The native core: checksums, digests, host and CUDA slabs, and the version slot.
 
 Errors are those of `shared.errors`: InvariantError for misuse (a range outside a slab, use after
-close, a release that was not acquired), DriverError for a failed system call.
+close, a release that was not acquired), DriverError for a failed system call or one of the CUDA
+driver, DriverMissing where a `cuda_…` function finds no driver.
 """
 
 from typing import ClassVar, final
@@ -28,7 +29,7 @@ def sha256_isas() -> list[str]:
 
 @final
 class Budget:
-    """Counts the host memory that slabs take in this process; each slab once."""
+    """Counts the memory that slabs take in this process; each slab once."""
 
     def __init__(self, limit_bytes: int | None = None) -> None: ...
     @property
@@ -82,6 +83,96 @@ def create_host_slab(budget: Budget, slab_id: str, nbytes: int) -> WritableHostS
 
 def import_host_slab(budget: Budget, slab_id: str, nbytes: int, take_fd: int) -> HostSlab:
     """Map a received slab; ProtocolError if it is none.  Consumes the fd on every path."""
+
+def cuda_driver_version() -> int:
+    """As cuDriverGetVersion: 13000 for 13.0."""
+
+def cuda_devices() -> list[str]:
+    """Full UUIDs of the devices this process sees."""
+
+def cuda_device_ordinal(uuid: str) -> int:
+    """torch's index of a device, in this process."""
+
+def cuda_has_posix_fds(uuid: str) -> bool:
+    """Whether the device's memory can be sent as fds."""
+
+def cuda_granularity(uuid: str) -> int:
+    """Sizes of slabs are multiples of this."""
+
+def cuda_memory(uuid: str) -> tuple[int, int]:
+    """Free and total bytes, after what is being released.  Without the GIL."""
+
+def cuda_set_nvrtc_libraries(paths: list[str]) -> None:
+    """Where to look for NVRTC, best first."""
+
+@final
+class CudaStaging:
+    """Pinned slots between files and a device; native/cuda_staging.hpp."""
+
+    def __init__(self, uuid: str, slot_bytes: int, slots_per_lane: int) -> None: ...
+
+@final
+class CudaSlab:
+    """Device memory, readable."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def is_open(self) -> bool: ...
+    def borrow_fd(self) -> int: ...
+    def crc32(self, offset_bytes: int, nbytes: int) -> int:
+        """By a kernel.  Without the GIL."""
+
+    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
+        """By a kernel.  Without the GIL."""
+
+    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int) -> bytes:
+        """Those of all ranges (offset, bytes), one after the other, in one go.  Without the GIL."""
+
+    def view(self, offset_bytes: int, nbytes: int) -> DlpackCapsule:
+        """The bytes themselves; keeps the mapping alive."""
+
+    def close(self) -> None:
+        """Without the GIL."""
+
+@final
+class WritableCudaSlab:
+    """Device memory that this process fills."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def is_open(self) -> bool:
+        """Neither sealed nor closed."""
+
+    def read_file(self, borrow_fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
+        """Read from a file into the slab; CRC32 of the bytes read.  Without the GIL."""
+
+    def seal(self) -> CudaSlab: ...
+    def close(self) -> None: ...
+
+def create_cuda_slab(
+    budget: Budget, staging: CudaStaging, slab_id: str, nbytes: int, is_legacy_ipc: bool
+) -> WritableCudaSlab:
+    """Allocate a slab on the staging's device.  OutOfMemory over the budget or the device."""
+
+def import_cuda_slab(budget: Budget, uuid: str, slab_id: str, nbytes: int, take_fd: int) -> CudaSlab:
+    """Map a received slab; ProtocolError if it is none.  Consumes the fd on every path."""
+
+@final
+class RemappedRegion:
+    """Device addresses that stay while slabs are exchanged; native/remapped_region.hpp."""
+
+    def __init__(self, uuid: str, nbytes: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def is_open(self) -> bool: ...
+    def exchange(self, slabs: list[CudaSlab]) -> None:
+        """Without the GIL."""
+
+    def view(self, offset_bytes: int, nbytes: int) -> DlpackCapsule: ...
+    def close(self) -> None: ...
 
 @final
 class VersionSlot:

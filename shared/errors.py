@@ -194,6 +194,12 @@ class OutOfMemory(ResourceError):
         )
 
 
+class DriverMissing(ResourceError):
+    """A library of the machine, such as its GPU driver, is not there or too old."""
+
+    code = "driver_missing"
+
+
 class SlotBusy(ResourceError):
     """A slot did not drain before the deadline; facts name who holds it and for how long."""
 

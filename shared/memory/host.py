@@ -18,6 +18,7 @@ from shared.errors import DriverError, InvalidRequest, InvariantError, OutOfMemo
 from shared.ids import HOST_DEVICE, DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.host_capacity import available_bytes
+from shared.memory.ranges import check_range
 from shared.tensor_size import tensor_nbytes
 
 if TYPE_CHECKING:
@@ -45,11 +46,11 @@ class HostSlab:
         return self._native.borrow_fd()
 
     def crc32(self, offset_bytes: int, nbytes: int) -> int:
-        _check_range(self._entry, offset_bytes, nbytes)
+        check_range(self._entry, offset_bytes, nbytes)
         return self._native.crc32(offset_bytes, nbytes)
 
     def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
-        _check_range(self._entry, offset_bytes, nbytes)
+        check_range(self._entry, offset_bytes, nbytes)
         if leaf_bytes <= 0:
             raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
         return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
@@ -64,7 +65,7 @@ class HostSlab:
             nbytes = tensor_nbytes(dtype, shape)
         except ValueError as error:
             raise InvalidRequest(str(error), dtype=dtype) from error
-        _check_range(self._entry, offset_bytes, nbytes)
+        check_range(self._entry, offset_bytes, nbytes)
         return typed_view(from_dlpack(self._native.view(offset_bytes, nbytes)), dtype, shape)
 
     def close(self) -> None:
@@ -98,7 +99,7 @@ class WritableHostSlab:
         return self._entry
 
     def read_file(self, fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
-        _check_range(self._entry, offset_bytes, nbytes)
+        check_range(self._entry, offset_bytes, nbytes)
         if file_offset < 0:
             raise InvariantError(f"a file has no byte {file_offset}")
         return self._native.read_file(fd, file_offset, offset_bytes, nbytes)
@@ -182,10 +183,3 @@ class HostBackend:
             raise ProtocolError(f"slab {entry.slab_id} is not one of host memory: {entry}")
         native = _native.import_host_slab(self._budget, entry.slab_id, entry.nbytes, take_fd)
         return HostSlab(entry, native)
-
-
-def _check_range(entry: SlabEntry, offset_bytes: int, nbytes: int) -> None:
-    if offset_bytes < 0 or nbytes < 0 or offset_bytes + nbytes > entry.nbytes:
-        raise InvariantError(
-            f"bytes {offset_bytes} + {nbytes} are outside slab {entry.slab_id} of {entry.nbytes} bytes"
-        )

@@ -58,6 +58,7 @@ PURE = (
     "shared.life",
     "shared.memory.backend",
     "shared.memory.dtypes",
+    "shared.memory.ranges",
     "shared.messages",
     "shared.progress",
     "shared.tensor_size",

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch  # noqa: F401 - opened once here, so that no test is blamed for what importing it opens
 
+from tests.support.gpu import warm_up_gpu
+
 from .resources import open_fds, slab_mappings
+
+warm_up_gpu()  # for the same reason
 
 
 @pytest.fixture(autouse=True)

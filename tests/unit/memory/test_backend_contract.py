@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import random
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,14 +18,16 @@ import torch
 from shared.errors import DriverError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.memory.backend import MemoryBackend, Slab
+from shared.memory.cuda import CudaBackend
 from shared.memory.host import HostBackend
+from tests.support.gpu import visible_gpus
 
 from .fake_backend import FakeBackend, FakeMemory
 from .resources import open_fds
 
-SLAB_BYTES = 3 * 4096 + 512
-LIMIT_BYTES = 1 << 20
-DATA = bytes((i * 7 + i // 256) % 256 for i in range(SLAB_BYTES))
+SLAB_BYTES = 2 * (2 << 20)  # in whole steps of what a GPU allocates
+LIMIT_BYTES = 8 * SLAB_BYTES
+DATA = random.Random(7).randbytes(SLAB_BYTES)
 
 
 class Pair:
@@ -53,7 +56,13 @@ def host_pair() -> Pair:
     return Pair(HostBackend(limit_bytes=LIMIT_BYTES), HostBackend())
 
 
-@pytest.fixture(params=[fake_pair, host_pair])
+def cuda_pair() -> Pair:
+    if not visible_gpus():
+        pytest.skip("no CUDA device")
+    return Pair(CudaBackend(limit_bytes=LIMIT_BYTES), CudaBackend())
+
+
+@pytest.fixture(params=[fake_pair, host_pair, cuda_pair])
 def pair(request: pytest.FixtureRequest) -> Pair:
     make: Callable[[], Pair] = request.param
     return make()

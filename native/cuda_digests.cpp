@@ -1,0 +1,186 @@
+#include "cuda_digests.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "crc32.hpp"
+#include "crc32_polynomial.hpp"
+#include "cuda_driver.hpp"
+#include "cuda_event.hpp"
+#include "cuda_kernels.hpp"  // generated from kernels/
+#include "cuda_stream.hpp"
+#include "error.hpp"
+#include "nvrtc.hpp"
+#include "pinned_buffer.hpp"
+#include "sha256.hpp"
+
+namespace changeover {
+namespace {
+
+// As in kernels/crc32.cu.
+constexpr unsigned kCrcThreads = 256;
+constexpr unsigned kCrcLevels = 8;
+constexpr unsigned kCrcChunkLog2 = 11;
+constexpr std::uint64_t kCrcBlockBytes = std::uint64_t{kCrcThreads} << kCrcChunkLog2;
+static_assert(1U << kCrcLevels == kCrcThreads);
+
+// Small blocks spread the leaves of one tensor over the whole device.
+constexpr unsigned kShaThreads = 32;
+
+// As in kernels/sha256.cu.
+struct LeafRange {
+  cuda::DevicePointer data;
+  std::uint64_t nbytes;
+  std::uint64_t first_leaf;
+};
+
+constexpr std::uint64_t kResultBytes = std::uint64_t{4} << 20;
+constexpr std::size_t kRangesPerLaunch = 8192;
+constexpr std::uint64_t kLeavesPerLaunch = kResultBytes / kSha256Bytes;
+constexpr std::uint64_t kCrcBlocksPerLaunch = kResultBytes / sizeof(std::uint32_t);
+
+struct Shifts {
+  std::uint32_t by_level[kCrcLevels];
+};
+
+// x^(8 * chunk * 2^level): moves a CRC over the neighbour's bytes.
+constexpr Shifts make_shifts() {
+  const auto powers = crc32_polynomial::make_byte_powers();
+  Shifts shifts{};
+  for (unsigned level = 0; level < kCrcLevels; ++level) shifts.by_level[level] = powers[kCrcChunkLog2 + level];
+  return shifts;
+}
+
+cuda::Function load(CudaDevice& device, const std::vector<std::string>& libraries, const char* source,
+                    const char* name) {
+  const std::string image = compile_kernels(libraries, source, name, device.compute_capability());
+  const ContextScope scope(device);
+  cuda::Module module = nullptr;
+  CudaDriver::get().module_load(&module, image.data());
+  cuda::Function function = nullptr;
+  CudaDriver::get().module_get_function(&function, module, name);
+  return function;  // its module lives as long as the device's context, which is for good
+}
+
+}  // namespace
+
+struct CudaDigests::Lane {
+  explicit Lane(int priority)
+      : stream(priority), results(kResultBytes), ranges(kRangesPerLaunch * sizeof(LeafRange)) {}
+  CudaStream stream;
+  CudaEvent done;
+  PinnedBuffer results;  // kernels write here through the bus: far less than they read
+  PinnedBuffer ranges;
+
+  void launch(cuda::Function function, std::uint64_t blocks, unsigned threads, void** arguments) {
+    const CudaDriver& driver = CudaDriver::get();
+    driver.launch(function, static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, 0, stream.borrow(), arguments,
+                  nullptr);
+    done.record(stream.borrow());
+    done.synchronize();
+  }
+};
+
+// A lane for the length of a call.
+class CudaDigests::Lease {
+ public:
+  explicit Lease(CudaDigests& digests) : digests_(digests), lane_(take(digests)) {}
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  ~Lease() {
+    const std::lock_guard lock(digests_.mutex_);
+    digests_.idle_.push_back(&lane_);  // never grows: there is room for every lane
+  }
+  Lane& lane() const noexcept { return lane_; }
+
+ private:
+  static Lane& take(CudaDigests& digests) {
+    const std::lock_guard lock(digests.mutex_);
+    if (!digests.idle_.empty()) {
+      Lane& lane = *digests.idle_.back();
+      digests.idle_.pop_back();
+      return lane;
+    }
+    digests.idle_.reserve(digests.lanes_.size() + 1);
+    digests.lanes_.push_back(std::make_unique<Lane>(digests.device_.least_priority()));
+    return *digests.lanes_.back();
+  }
+
+  CudaDigests& digests_;
+  Lane& lane_;
+};
+
+CudaDigests::CudaDigests(CudaDevice& device, const std::vector<std::string>& nvrtc_libraries)
+    : device_(device),
+      crc32_(load(device, nvrtc_libraries, kernels::kCrc32, "crc32_blocks")),
+      sha256_(load(device, nvrtc_libraries, kernels::kSha256, "sha256_leaves")) {}
+
+CudaDigests::~CudaDigests() = default;
+
+std::uint32_t CudaDigests::crc32(cuda::DevicePointer data, std::uint64_t nbytes) {
+  if (nbytes == 0) return 0;
+  const ContextScope scope(device_);
+  const Lease lease(*this);
+  Lane& lane = lease.lane();
+  static constexpr Shifts kShifts = make_shifts();
+  // Linear remainders, from state 0 and not inverted: leading zeros do not count, so the first block
+  // may be imagined to start before the data.
+  std::uint32_t remainder = 0;
+  for (std::uint64_t left = nbytes; left > 0;) {
+    std::uint64_t part = std::min(left, kCrcBlocksPerLaunch * kCrcBlockBytes);
+    std::uint64_t blocks = (part + kCrcBlockBytes - 1) / kCrcBlockBytes;
+    std::uint64_t padding = blocks * kCrcBlockBytes - part;
+    Shifts shifts = kShifts;
+    auto* results = reinterpret_cast<std::uint32_t*>(lane.results.bytes().data());
+    void* arguments[] = {&data, &padding, &shifts, &results};
+    lane.launch(crc32_, blocks, kCrcThreads, arguments);
+    std::uint32_t part_remainder = 0;
+    for (std::uint64_t block = 0; block < blocks; ++block) {
+      part_remainder = crc32_combine(part_remainder, results[block], kCrcBlockBytes);
+    }
+    remainder = crc32_combine(remainder, part_remainder, part);
+    data += part;
+    left -= part;
+  }
+  // The CRC starts from all ones and ends inverted.
+  return ~crc32_combine(0xFFFFFFFF, remainder, nbytes);
+}
+
+void CudaDigests::sha256_leaves(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
+                                std::span<std::byte> digests) {
+  if (leaf_bytes == 0) throw Misuse("a leaf has at least one byte");
+  const ContextScope scope(device_);
+  const Lease lease(*this);
+  Lane& lane = lease.lane();
+  auto* const table = reinterpret_cast<LeafRange*>(lane.ranges.bytes().data());
+  std::size_t range = 0;
+  std::uint64_t done_bytes = 0;  // of the range: it may be cut at a leaf where a launch is full
+  while (range < ranges.size()) {
+    std::uint32_t count = 0;
+    std::uint64_t leaves = 0;
+    while (range < ranges.size() && count < kRangesPerLaunch && leaves < kLeavesPerLaunch) {
+      const std::uint64_t left = ranges[range].nbytes - done_bytes;
+      const std::uint64_t take = std::min(leaf_count(left, leaf_bytes), kLeavesPerLaunch - leaves);
+      // Written so that no product can wrap.
+      const std::uint64_t taken_bytes = take == leaf_count(left, leaf_bytes) ? left : take * leaf_bytes;
+      if (take > 0) table[count++] = {ranges[range].data + done_bytes, taken_bytes, leaves};
+      leaves += take;
+      done_bytes += taken_bytes;
+      if (done_bytes == ranges[range].nbytes) {
+        ++range;
+        done_bytes = 0;
+      }
+    }
+    if (leaves == 0) continue;  // empty ranges alone
+    std::byte* results = lane.results.bytes().data();
+    const LeafRange* first = table;
+    void* arguments[] = {&first, &count, &leaf_bytes, &leaves, &results};
+    lane.launch(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
+    const std::uint64_t size = leaves * kSha256Bytes;
+    std::memcpy(digests.data(), results, size);
+    digests = digests.subspan(size);
+  }
+}
+
+}  // namespace changeover

@@ -1,0 +1,52 @@
+// `CudaDigests`: checksums and digests of device memory, by kernels.
+//
+// The kernels are compiled once per device (kernels/).  Each call has a stream of the lowest priority
+// and a pinned buffer to itself, so that calls of several threads overlap and serving goes first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cuda_api.hpp"
+#include "cuda_device.hpp"
+
+namespace changeover {
+
+struct DeviceRange {
+  cuda::DevicePointer data;
+  std::uint64_t nbytes;
+};
+
+class CudaDigests {
+ public:
+  // Compiles.  Throws DriverMissing without NVRTC.
+  CudaDigests(CudaDevice& device, const std::vector<std::string>& nvrtc_libraries);
+  CudaDigests(const CudaDigests&) = delete;
+  CudaDigests& operator=(const CudaDigests&) = delete;
+  ~CudaDigests();
+
+  // IEEE CRC32 of `nbytes` at `data`, as crc32.hpp.  Blocking.
+  std::uint32_t crc32(cuda::DevicePointer data, std::uint64_t nbytes);
+  // The leaves of all ranges, one after the other, as sha256.hpp.  Blocking.  Fast only with tens of
+  // thousands of leaves at once, whatever their ranges.
+  void sha256_leaves(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
+                     std::span<std::byte> digests);
+
+ private:
+  struct Lane;
+  class Lease;
+
+  CudaDevice& device_;
+  cuda::Function crc32_ = nullptr;
+  cuda::Function sha256_ = nullptr;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<Lane*> idle_;
+};
+
+}  // namespace changeover

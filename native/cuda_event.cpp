@@ -1,0 +1,23 @@
+#include "cuda_event.hpp"
+
+#include <utility>
+
+#include "cuda_driver.hpp"
+
+namespace changeover {
+
+CudaEvent::CudaEvent() {
+  CudaDriver::get().event_create(&event_, cuda::kEventBlockingSync | cuda::kEventDisableTiming);
+}
+
+CudaEvent::CudaEvent(CudaEvent&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+
+CudaEvent::~CudaEvent() {
+  if (event_ != nullptr) static_cast<void>(CudaDriver::get().event_destroy.attempt(event_));
+}
+
+void CudaEvent::record(cuda::Stream stream) const { CudaDriver::get().event_record(event_, stream); }
+
+void CudaEvent::synchronize() const { CudaDriver::get().event_synchronize(event_); }
+
+}  // namespace changeover

@@ -1,0 +1,182 @@
+// The part of the extension `shared._native` that is about CUDA.  Types are in `_native.pyi`.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "binding.hpp"
+#include "budget.hpp"
+#include "cuda_device.hpp"
+#include "cuda_driver.hpp"
+#include "cuda_release.hpp"
+#include "cuda_slab.hpp"
+#include "cuda_staging.hpp"
+#include "remapped_region.hpp"
+#include "sha256.hpp"
+
+namespace changeover {
+namespace {
+
+using namespace nb::literals;
+using DeviceView = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cuda>;
+
+// `owner` lives as long as anything made from the view.
+template <typename Owner>
+DeviceView view_of(std::shared_ptr<Owner> owner, int ordinal, cuda::DevicePointer address, std::uint64_t nbytes) {
+  auto kept = std::make_unique<std::shared_ptr<Owner>>(std::move(owner));
+  nb::capsule capsule(kept.get(),
+                      [](void* memory) noexcept { delete static_cast<std::shared_ptr<Owner>*>(memory); });
+  static_cast<void>(kept.release());
+  return DeviceView(reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address)), {nbytes}, capsule, {},
+                    nb::dtype<std::uint8_t>(), nb::device::cuda::value, ordinal);
+}
+
+DeviceView slab_view(const CudaSlab& slab, std::uint64_t offset, std::uint64_t nbytes) {
+  auto region = slab.share();
+  const cuda::DevicePointer address = region->range(offset, nbytes);
+  const int ordinal = region->device().ordinal();
+  return view_of(std::move(region), ordinal, address, nbytes);
+}
+
+nb::bytes sha256_ranges(const CudaSlab& slab, const std::vector<SlabRange>& ranges, std::uint64_t leaf_bytes) {
+  check_leaf_bytes(leaf_bytes);
+  std::uint64_t leaves = 0;
+  for (const SlabRange& range : ranges) {
+    static_cast<void>(slab.share()->range(range.offset, range.nbytes));  // before anything is sized by it
+    leaves += leaf_count(range.nbytes, leaf_bytes);
+  }
+  nb::bytes digests = new_bytes(leaves * kSha256Bytes);
+  {
+    const ReleaseGil released;
+    slab.sha256_leaves(ranges, leaf_bytes, fill(digests));
+  }
+  return digests;
+}
+
+nb::bytes slab_sha256_leaves(const CudaSlab& slab, std::uint64_t offset, std::uint64_t nbytes,
+                             std::uint64_t leaf_bytes) {
+  return sha256_ranges(slab, {{offset, nbytes}}, leaf_bytes);
+}
+
+nb::bytes slab_sha256_ranges(const CudaSlab& slab,
+                             const std::vector<std::tuple<std::uint64_t, std::uint64_t>>& ranges,
+                             std::uint64_t leaf_bytes) {
+  std::vector<SlabRange> places;
+  for (const auto& [offset, nbytes] : ranges) places.push_back({offset, nbytes});
+  return sha256_ranges(slab, places, leaf_bytes);
+}
+
+// The region and its views; views keep the addresses, `close` ends the region for new use.
+class RemappedRegionOwner {
+ public:
+  RemappedRegionOwner(const std::string& uuid, std::uint64_t nbytes)
+      : region_(std::make_shared<RemappedRegion>(CudaDevice::find(uuid), nbytes)) {}
+
+  std::uint64_t nbytes() const { return region()->nbytes(); }
+  bool is_open() const noexcept { return region_ != nullptr; }
+  void exchange(const std::vector<const CudaSlab*>& slabs) {
+    std::vector<std::shared_ptr<const CudaRegion>> regions;
+    for (const CudaSlab* slab : slabs) regions.push_back(slab->share());
+    region()->exchange(std::move(regions));
+  }
+  DeviceView view(std::uint64_t offset, std::uint64_t nbytes) const {
+    return view_of(region(), region()->device().ordinal(), region()->range(offset, nbytes), nbytes);
+  }
+  void close() {
+    region()->empty();
+    region_.reset();
+  }
+
+ private:
+  const std::shared_ptr<RemappedRegion>& region() const {
+    if (!region_) throw Misuse("use of a region that is closed");
+    return region_;
+  }
+
+  std::shared_ptr<RemappedRegion> region_;
+};
+
+std::vector<std::string> device_uuids() {
+  std::vector<std::string> uuids;
+  for (const auto& device : CudaDevice::all()) uuids.push_back(device->uuid());
+  return uuids;
+}
+
+std::tuple<std::uint64_t, std::uint64_t> device_memory(const std::string& uuid) {
+  CudaDevice& device = CudaDevice::find(uuid);
+  device.releases().settle();
+  const DeviceMemory memory = device.memory();
+  return {memory.free_bytes, memory.total_bytes};
+}
+
+std::shared_ptr<CudaStaging> make_staging(const std::string& uuid, std::uint64_t slot_bytes, std::size_t slots) {
+  return std::make_shared<CudaStaging>(CudaDevice::find(uuid), slot_bytes, slots);
+}
+
+std::unique_ptr<CudaSlab> import_slab(Budget& budget, const std::string& uuid, const std::string& slab_id,
+                                      std::uint64_t nbytes, int take_fd) {
+  UniqueFd fd(take_fd);
+  return CudaSlab::import(budget, CudaDevice::find(uuid), slab_id, nbytes, std::move(fd));
+}
+
+}  // namespace
+
+void bind_cuda(nb::module_& m) {
+  m.def("cuda_driver_version", [] { return CudaDriver::get().version(); });
+  m.def("cuda_devices", &device_uuids, nb::call_guard<ReleaseGil>());
+  m.def("cuda_device_ordinal", [](const std::string& uuid) { return CudaDevice::find(uuid).ordinal(); }, "uuid"_a);
+  m.def("cuda_has_posix_fds", [](const std::string& uuid) { return CudaDevice::find(uuid).has_posix_fds(); },
+        "uuid"_a);
+  m.def("cuda_granularity", [](const std::string& uuid) { return CudaDevice::find(uuid).granularity_bytes(); },
+        "uuid"_a, nb::call_guard<ReleaseGil>());
+  m.def("cuda_memory", &device_memory, "uuid"_a, nb::call_guard<ReleaseGil>());
+  m.def("cuda_set_nvrtc_libraries", &CudaDevice::set_nvrtc_libraries, "paths"_a);
+
+  nb::class_<CudaStaging>(m, "CudaStaging")
+      .def(nb::new_(&make_staging), "uuid"_a, "slot_bytes"_a, "slots_per_lane"_a,
+           nb::call_guard<ReleaseGil>());
+
+  nb::class_<CudaSlab>(m, "CudaSlab")
+      .def_prop_ro("nbytes", &CudaSlab::nbytes)
+      .def_prop_ro("is_open", &CudaSlab::is_open)
+      .def("borrow_fd", &CudaSlab::borrow_fd)
+      .def("crc32", &CudaSlab::crc32, "offset_bytes"_a, "nbytes"_a, nb::call_guard<ReleaseGil>())
+      .def("sha256_leaves", &slab_sha256_leaves, "offset_bytes"_a, "nbytes"_a, "leaf_bytes"_a)
+      .def("sha256_leaves_of", &slab_sha256_ranges, "ranges"_a, "leaf_bytes"_a)
+      .def("view", &slab_view, "offset_bytes"_a, "nbytes"_a)
+      .def("close", &CudaSlab::close, nb::call_guard<ReleaseGil>());
+
+  nb::class_<WritableCudaSlab>(m, "WritableCudaSlab")
+      .def_prop_ro("nbytes", &WritableCudaSlab::nbytes)
+      .def_prop_ro("is_open", &WritableCudaSlab::is_open)
+      .def("read_file", &WritableCudaSlab::read_file, "borrow_fd"_a, "file_offset"_a, "offset_bytes"_a,
+           "nbytes"_a, nb::call_guard<ReleaseGil>())
+      .def("seal", &WritableCudaSlab::seal, nb::call_guard<ReleaseGil>())
+      .def("close", &WritableCudaSlab::close, nb::call_guard<ReleaseGil>());
+
+  m.def("create_cuda_slab", &WritableCudaSlab::create, "budget"_a, "staging"_a, "slab_id"_a, "nbytes"_a,
+        "is_legacy_ipc"_a, nb::call_guard<ReleaseGil>());
+  m.def("import_cuda_slab", &import_slab, "budget"_a, "uuid"_a, "slab_id"_a, "nbytes"_a, "take_fd"_a,
+        nb::call_guard<ReleaseGil>());
+
+  nb::class_<RemappedRegionOwner>(m, "RemappedRegion")
+      .def(nb::init<const std::string&, std::uint64_t>(), "uuid"_a, "nbytes"_a)
+      .def_prop_ro("nbytes", &RemappedRegionOwner::nbytes)
+      .def_prop_ro("is_open", &RemappedRegionOwner::is_open)
+      .def("exchange", &RemappedRegionOwner::exchange, "slabs"_a, nb::call_guard<ReleaseGil>())
+      .def("view", &RemappedRegionOwner::view, "offset_bytes"_a, "nbytes"_a)
+      .def("close", &RemappedRegionOwner::close, nb::call_guard<ReleaseGil>());
+}
+
+}  // namespace changeover

@@ -1,0 +1,81 @@
+// `WritableCudaSlab` and `CudaSlab`: device memory filled by one writer, then readable by every process
+// that is given the fd; cuda_region.hpp says what that guarantees.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "budget.hpp"
+#include "cuda_region.hpp"
+#include "cuda_staging.hpp"
+#include "unique_fd.hpp"
+
+namespace changeover {
+
+struct SlabRange {
+  std::uint64_t offset;
+  std::uint64_t nbytes;
+};
+
+// Readable.  All members are thread-safe; memory stays while a call or a tensor uses it.
+class CudaSlab {
+ public:
+  CudaSlab(UniqueFd fd, std::shared_ptr<CudaRegion> region);
+  // Map a received slab.  Throws ForeignHandle if the fd is not memory of `device` with `nbytes`.
+  static std::unique_ptr<CudaSlab> import(Budget& budget, CudaDevice& device, const std::string& slab_id,
+                                          std::uint64_t nbytes, UniqueFd take_fd);
+
+  std::uint64_t nbytes() const noexcept { return nbytes_; }
+  bool is_open() const;
+  int borrow_fd() const;
+  std::uint32_t crc32(std::uint64_t offset, std::uint64_t nbytes) const;
+  // The leaves of all ranges (offset and length), one after the other, 32 bytes per leaf.  `digests` has
+  // room for `leaf_count` of each of them.
+  void sha256_leaves(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes,
+                     std::span<std::byte> digests) const;
+  // The region, kept alive beyond `close`.
+  std::shared_ptr<const CudaRegion> share() const;
+  // Gives up this owner's reference.  Where it is the last one, waits for the GPU and for the release.
+  void close();
+
+ private:
+  const std::uint64_t nbytes_;
+  mutable std::mutex mutex_;
+  UniqueFd fd_;
+  std::shared_ptr<CudaRegion> region_;  // null when closed
+};
+
+// Being filled.  All members are thread-safe.
+class WritableCudaSlab {
+ public:
+  // `nbytes` must be a multiple of the granularity.  Throws BudgetExceeded or DeviceMemoryExceeded.
+  static std::unique_ptr<WritableCudaSlab> create(Budget& budget, std::shared_ptr<CudaStaging> staging,
+                                                  const std::string& slab_id, std::uint64_t nbytes,
+                                                  bool is_legacy_ipc);
+
+  std::uint64_t nbytes() const noexcept { return nbytes_; }
+  bool is_open() const;
+  // See cuda_staging.hpp.  Several threads may read into disjoint ranges at once.
+  std::uint32_t read_file(int borrow_fd, std::uint64_t file_offset, std::uint64_t offset,
+                          std::uint64_t nbytes);
+  // Consumes the slab, after all copies into it.  Throws Misuse while a read is under way.
+  std::unique_ptr<CudaSlab> seal();
+  // Free.  Copies that are under way end first.
+  void close();
+
+ private:
+  class Reading;
+  WritableCudaSlab(std::shared_ptr<CudaStaging> staging, std::shared_ptr<CudaRegion> region);
+
+  const std::uint64_t nbytes_;
+  const std::shared_ptr<CudaStaging> staging_;
+  mutable std::mutex mutex_;
+  int readings_ = 0;
+  std::shared_ptr<CudaRegion> region_;  // null when sealed or closed
+};
+
+}  // namespace changeover

@@ -1,0 +1,119 @@
+// SHA-256 (FIPS 180-4) of the leaves of ranges of device memory, one thread per leaf.
+//
+// A leaf is hashed in order, so that one range keeps the device busy only if it has tens of thousands of
+// them: many ranges go into one launch.
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ const u32 kRound[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+__device__ __forceinline__ u32 rotate(u32 x, int by) { return __funnelshift_r(x, x, by); }
+__device__ __forceinline__ u32 big_endian(u32 x) { return __byte_perm(x, 0, 0x0123); }
+
+__device__ __forceinline__ void compress(u32 (&h)[8], u32 (&w)[16]) {
+  u32 a = h[0], b = h[1], c = h[2], d = h[3], e = h[4], f = h[5], g = h[6], i = h[7];
+#pragma unroll
+  for (int round = 0; round < 64; ++round) {
+    if (round >= 16) {
+      const u32 x = w[(round + 1) & 15];
+      const u32 y = w[(round + 14) & 15];
+      w[round & 15] += (rotate(x, 7) ^ rotate(x, 18) ^ (x >> 3)) + w[(round + 9) & 15] +
+                       (rotate(y, 17) ^ rotate(y, 19) ^ (y >> 10));
+    }
+    const u32 t1 = i + (rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25)) + ((e & f) ^ (~e & g)) + kRound[round] +
+                   w[round & 15];
+    const u32 t2 = (rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
+    i = g;
+    g = f;
+    f = e;
+    e = d + t1;
+    d = c;
+    c = b;
+    b = a;
+    a = t1 + t2;
+  }
+  h[0] += a;
+  h[1] += b;
+  h[2] += c;
+  h[3] += d;
+  h[4] += e;
+  h[5] += f;
+  h[6] += g;
+  h[7] += i;
+}
+
+struct Range {
+  const u8* data;
+  u64 nbytes;
+  u64 first_leaf;  // of all leaves of the launch; ascending, the first is 0
+};
+
+// Leaf i of a range holds its bytes from i * leaf_bytes to the next leaf or the end.
+extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __restrict__ ranges, u32 range_count,
+                                                               u64 leaf_bytes, u64 leaves,
+                                                               u32* __restrict__ digests) {
+  const u64 leaf = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (leaf >= leaves) return;
+  u32 low = 0;
+  for (u32 high = range_count; high - low > 1;) {
+    const u32 middle = low + (high - low) / 2;
+    if (ranges[middle].first_leaf <= leaf) low = middle;
+    else high = middle;
+  }
+  const Range range = ranges[low];
+  const u64 first = (leaf - range.first_leaf) * leaf_bytes;
+  const u64 size = leaf_bytes < range.nbytes - first ? leaf_bytes : range.nbytes - first;
+  const u8* const from = range.data + first;
+  const bool is_aligned = ((u64)from & 15) == 0;
+  const u64 whole = size / 64;
+  const u64 blocks = (size + 9 + 63) / 64;  // with the padding: one bit, and the length in 64 bits
+
+  u32 h[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+#pragma unroll 1
+  for (u64 block = 0; block < blocks; ++block) {
+    const u8* const at = from + block * 64;
+    u32 w[16];
+    if (block < whole && is_aligned) {
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const uint4 words = __ldg((const uint4*)at + quarter);
+        w[4 * quarter] = big_endian(words.x);
+        w[4 * quarter + 1] = big_endian(words.y);
+        w[4 * quarter + 2] = big_endian(words.z);
+        w[4 * quarter + 3] = big_endian(words.w);
+      }
+    } else {
+      const u64 left = block * 64 < size ? size - block * 64 : 0;  // data bytes in this block
+      const bool has_mark = block * 64 <= size;                    // the bit after the last byte
+#pragma unroll
+      for (int word = 0; word < 16; ++word) {
+        u32 value = 0;
+#pragma unroll
+        for (int byte = 0; byte < 4; ++byte) {
+          const u64 position = 4 * word + byte;
+          u32 next = 0;
+          if (position < left) next = at[position];
+          else if (position == left && has_mark) next = 0x80;
+          value = value << 8 | next;
+        }
+        w[word] = value;
+      }
+      if (block == blocks - 1) {
+        w[14] = (u32)(size >> 29);
+        w[15] = (u32)(size << 3);
+      }
+    }
+    compress(h, w);
+  }
+#pragma unroll
+  for (int word = 0; word < 8; ++word) digests[leaf * 8 + word] = big_endian(h[word]);
+}

@@ -1,0 +1,241 @@
+"""`CudaBackend`: slabs in the memory of NVIDIA GPUs.
+
+A slab is physical memory that travels as a POSIX fd, or, where that is not available or not wanted,
+a block of legacy CUDA IPC; native/cuda_region.hpp and native/cuda_ipc_memory.hpp list what each
+guarantees.  Sizes are multiples of the device's granularity (2 MiB): `create_slab` rounds up, and
+`entry.nbytes` is what every reader maps.
+
+Memory is unmapped only after the GPU work that may use it: when its last slab or tensor is gone, a
+thread of the device records an event over all work submitted until then, waits for it and unmaps
+(native/cuda_release.hpp).  `close` of the last owner waits for that; a tensor's end does not.  No slab
+or tensor may end while a CUDA graph is being captured in the same process: the capture would fail.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, final
+from uuid import uuid4
+
+from shared import _native
+from shared.digest import SHA256_BYTES
+from shared.errors import InvalidRequest, InvariantError, OutOfMemory, ProtocolError
+from shared.ids import DeviceId, SlabId
+from shared.layout import SlabEntry
+from shared.memory.nvrtc import nvrtc_libraries
+from shared.memory.ranges import check_range
+from shared.tensor_size import tensor_nbytes
+
+if TYPE_CHECKING:
+    import torch
+
+SLOT_BYTES = 4 << 20
+"""Of a pinned slot: long enough a copy for the bus, short enough to stay in the processor's cache."""
+
+SLOTS_PER_THREAD = 2
+"""One is read into while the other is copied from."""
+
+_LARGEST_SLAB_BYTES = 2**63 - 1
+
+
+@final
+class CudaSlab:
+    """A readable slab in GPU memory (`backend.Slab`)."""
+
+    __slots__ = ("_entry", "_native")
+
+    def __init__(self, entry: SlabEntry, take_native: _native.CudaSlab) -> None:
+        self._entry = entry
+        self._native = take_native
+
+    @property
+    def entry(self) -> SlabEntry:
+        return self._entry
+
+    @property
+    def native(self) -> _native.CudaSlab:
+        """For `RemappedRegion`; owned by this slab."""
+        return self._native
+
+    def borrow_fd(self) -> int:
+        return self._native.borrow_fd()
+
+    def crc32(self, offset_bytes: int, nbytes: int) -> int:
+        """By a kernel over the device's bytes; compiled at the first call (DriverMissing without NVRTC)."""
+        check_range(self._entry, offset_bytes, nbytes)
+        return self._native.crc32(offset_bytes, nbytes)
+
+    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
+        """By a kernel, one thread per leaf: a call for many tensors at once is far faster than calls
+        for each (`sha256_leaves_of`)."""
+        check_range(self._entry, offset_bytes, nbytes)
+        if leaf_bytes <= 0:
+            raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
+        return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
+
+    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
+        """The leaves of each range (offset, bytes), as `sha256_leaves` gives them, in one go."""
+        if leaf_bytes <= 0:
+            raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
+        for offset_bytes, nbytes in ranges:
+            check_range(self._entry, offset_bytes, nbytes)
+        joined = memoryview(self._native.sha256_leaves_of(list(ranges), leaf_bytes))
+        leaves = []
+        at = 0
+        for _, nbytes in ranges:
+            size = -(-nbytes // leaf_bytes) * SHA256_BYTES
+            leaves.append(bytes(joined[at : at + size]))
+            at += size
+        return leaves
+
+    def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        # Here, not above: loaderd moves weights and never looks at them, so it needs no torch.
+        from torch.utils.dlpack import from_dlpack
+
+        from shared.memory.typed_view import typed_view
+
+        try:
+            nbytes = tensor_nbytes(dtype, shape)
+        except ValueError as error:
+            raise InvalidRequest(str(error), dtype=dtype) from error
+        check_range(self._entry, offset_bytes, nbytes)
+        return typed_view(from_dlpack(self._native.view(offset_bytes, nbytes)), dtype, shape)
+
+    def close(self) -> None:
+        """Give up the fd and this owner's reference; the last one waits for the GPU and the unmapping."""
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._native.is_open:
+            self._native.close()
+
+
+@final
+class WritableCudaSlab:
+    """A slab in GPU memory that its creator fills (`backend.WritableSlab`)."""
+
+    __slots__ = ("_entry", "_native")
+
+    def __init__(self, entry: SlabEntry, take_native: _native.WritableCudaSlab) -> None:
+        self._entry = entry
+        self._native = take_native
+
+    @property
+    def entry(self) -> SlabEntry:
+        return self._entry
+
+    def read_file(self, fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
+        """The last copies may be under way when it returns; `seal` waits for them."""
+        check_range(self._entry, offset_bytes, nbytes)
+        if file_offset < 0:
+            raise InvariantError(f"a file has no byte {file_offset}")
+        return self._native.read_file(fd, file_offset, offset_bytes, nbytes)
+
+    def seal(self) -> CudaSlab:
+        return CudaSlab(self._entry, self._native.seal())
+
+    def close(self) -> None:
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._native.is_open:
+            self._native.close()
+
+
+@final
+class CudaBackend:
+    """Slabs on the GPUs that this process sees (`backend.MemoryBackend`); thread-safe.
+
+    Raises DriverMissing where there is no CUDA driver or an old one, DriverError where it finds no
+    device.  With `limit_bytes`, the slabs that this process created or imported may take that much
+    together.  With `legacy_ipc`, or on a device without fds, new slabs are blocks of legacy CUDA IPC:
+    readers can then write to them, and they end with this process.  Each thread that reads files takes
+    `slots_per_thread` pinned slots of `slot_bytes`, once.
+    """
+
+    __slots__ = ("_budget", "_creating", "_devices", "_legacy_ipc", "_slots", "_staging")
+
+    def __init__(
+        self,
+        limit_bytes: int | None = None,
+        *,
+        legacy_ipc: bool = False,
+        slot_bytes: int = SLOT_BYTES,
+        slots_per_thread: int = SLOTS_PER_THREAD,
+    ) -> None:
+        _native.cuda_set_nvrtc_libraries(nvrtc_libraries(_native.cuda_driver_version()))
+        self._devices = tuple(DeviceId(uuid) for uuid in _native.cuda_devices())
+        self._budget = _native.Budget(limit_bytes)
+        self._legacy_ipc = legacy_ipc
+        self._slots = (slot_bytes, slots_per_thread)
+        self._staging: dict[DeviceId, _native.CudaStaging] = {}
+        self._creating = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return "cuda"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slabs that this process holds, through tensors too; each slab counts once."""
+        return self._budget.used_bytes
+
+    def devices(self) -> tuple[DeviceId, ...]:
+        return self._devices
+
+    def free_bytes(self, device: DeviceId) -> int:
+        """What the driver has free, in whole steps.  Waits for memory that is being given back."""
+        self._check_device(device)
+        free, _ = _native.cuda_memory(device)
+        step = _native.cuda_granularity(device)
+        return min(free, self._budget.free_bytes) // step * step
+
+    def create_slab(self, device: DeviceId, nbytes: int) -> WritableCudaSlab:
+        """Allocate at least `nbytes`: rounded up to the device's granularity.  Blocking."""
+        if nbytes <= 0:
+            raise InvariantError(f"a slab cannot have {nbytes} bytes")
+        self._check_device(device)
+        step = _native.cuda_granularity(device)
+        entry = SlabEntry(SlabId(uuid4().hex), device, -(-nbytes // step) * step)
+        with self._creating:
+            free = self.free_bytes(device)
+            if entry.nbytes > free:
+                raise OutOfMemory(what=f"a slab on {device}", needed_bytes=nbytes, free_bytes=free)
+            staging = self._staging.get(device)
+            if staging is None:
+                staging = self._staging[device] = _native.CudaStaging(device, *self._slots)
+            native = _native.create_cuda_slab(
+                self._budget, staging, entry.slab_id, entry.nbytes, self._legacy_ipc
+            )
+        return WritableCudaSlab(entry, native)
+
+    def import_slab(self, entry: SlabEntry, take_fd: int) -> CudaSlab:
+        """As `backend.MemoryBackend`.  A slab of legacy IPC can be imported in other processes only."""
+        if entry.device not in self._devices or not 0 < entry.nbytes <= _LARGEST_SLAB_BYTES:
+            os.close(take_fd)
+            raise ProtocolError(f"slab {entry.slab_id} is not one of a device of this process: {entry}")
+        native = _native.import_cuda_slab(self._budget, entry.device, entry.slab_id, entry.nbytes, take_fd)
+        return CudaSlab(entry, native)
+
+    def _check_device(self, device: DeviceId) -> None:
+        if device not in self._devices:
+            raise InvariantError(f"this process sees no device {device!r}")

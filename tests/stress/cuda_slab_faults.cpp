@@ -1,0 +1,283 @@
+// Device memory on a driver that fails at every call, and waits for nothing on its own (fake_cuda.hpp).
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "crc32.hpp"
+#include "cuda_release.hpp"
+#include "cuda_slab.hpp"
+#include "error.hpp"
+#include "fake_cuda.hpp"
+#include "remapped_region.hpp"
+
+using namespace changeover;
+using namespace changeover::stress;
+
+namespace {
+
+constexpr std::uint64_t kStepBytes = std::uint64_t{2} << 20;
+constexpr std::uint64_t kSlotBytes = 64 << 10;
+constexpr int kPlanted = 719;
+
+class File {
+ public:
+  explicit File(std::uint64_t nbytes, std::uint32_t seed = 1)
+      : bytes(nbytes), fd(::memfd_create("file", MFD_CLOEXEC)) {
+    std::uint32_t word = seed;
+    for (std::byte& byte : bytes) byte = static_cast<std::byte>((word = word * 1664525 + 1013904223) >> 24);
+    CHECK(::write(fd.borrow(), bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+  }
+
+  std::vector<std::byte> bytes;
+  UniqueFd fd;
+};
+
+CudaDevice& device() { return *CudaDevice::all().front(); }
+
+std::size_t open_fds() {
+  const std::filesystem::directory_iterator fds("/proc/self/fd");
+  return static_cast<std::size_t>(std::distance(begin(fds), end(fds)));
+}
+
+// Fake device memory lies at real addresses.
+std::span<const std::byte> resident(const CudaRegion& region) {
+  return {reinterpret_cast<const std::byte*>(region.address()), region.nbytes()};
+}
+
+std::unique_ptr<CudaSlab> sealed(Budget& budget, const std::shared_ptr<CudaStaging>& staging, const File& file,
+                                 const char* id = "slab") {
+  const auto slab = WritableCudaSlab::create(budget, staging, id, file.bytes.size(), false);
+  const std::uint32_t crc = slab->read_file(file.fd.borrow(), 0, 0, file.bytes.size());
+  CHECK(crc == crc32(file.bytes));
+  return slab->seal();
+}
+
+void a_slot_is_filled_again_only_after_its_copy() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(2 * kStepBytes);
+  {
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+    const auto slab = sealed(*budget, staging, file);
+    CHECK(fake_cuda().pending() == 0);
+    CHECK(crc32(resident(*slab->share())) == crc32(file.bytes));
+    CHECK((::fcntl(slab->borrow_fd(), F_GETFD) & FD_CLOEXEC) != 0);
+    // Not even its writer can write to it any more.
+    CHECK(fake_cuda().access(slab->share()->address()) == cuda::kAccessRead);
+    const auto copy =
+        CudaSlab::import(*budget, device(), "slab", slab->nbytes(), UniqueFd(::dup(slab->borrow_fd())));
+    CHECK(fake_cuda().access(copy->share()->address()) == cuda::kAccessRead);
+    slab->close();
+    CHECK(crc32(resident(*copy->share())) == crc32(file.bytes));
+    copy->close();
+    CHECK(budget->used_bytes() == 0);
+  }
+  CHECK(fake_cuda().live() == 0);
+}
+
+void threads_have_lanes_of_their_own() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(4 * kStepBytes);
+  {
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+    const auto writable = WritableCudaSlab::create(*budget, staging, "slab", file.bytes.size(), false);
+    {
+      std::vector<std::jthread> readers;
+      for (std::uint64_t part = 0; part < 8; ++part) {
+        readers.emplace_back([&, part] {
+          const std::uint64_t size = file.bytes.size() / 8;
+          CHECK(writable->read_file(file.fd.borrow(), part * size, part * size, size) ==
+                crc32(std::span(file.bytes).subspan(part * size, size)));
+        });
+      }
+    }
+    const auto slab = writable->seal();
+    CHECK(crc32(resident(*slab->share())) == crc32(file.bytes));
+    slab->close();
+  }
+  CHECK(fake_cuda().live() == 0);
+}
+
+void memory_waits_for_work_it_does_not_know() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(kStepBytes);
+  const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+  // The fake driver ends the program if this is unmapped while the work is pending.
+  auto slab = sealed(*budget, staging, file);
+  fake_cuda().submit_read(slab->share()->address(), kStepBytes);
+  slab->close();
+  CHECK(fake_cuda().pending() == 0 && budget->used_bytes() == 0);
+
+  slab = sealed(*budget, staging, file);
+  std::shared_ptr<const CudaRegion> tensor = slab->share();
+  slab->close();
+  CHECK(budget->used_bytes() == kStepBytes && crc32(resident(*tensor)) == crc32(file.bytes));
+  fake_cuda().submit_read(tensor->address(), kStepBytes);
+  tensor.reset();
+  device().releases().settle();
+  CHECK(fake_cuda().pending() == 0 && budget->used_bytes() == 0);
+
+  // A writer that gives up has copies under way.
+  const auto writable = WritableCudaSlab::create(*budget, staging, "slab", kStepBytes, false);
+  writable->read_file(file.fd.borrow(), 0, 0, 100);
+  CHECK(fake_cuda().pending() == 1);
+  writable->close();
+  CHECK(fake_cuda().pending() == 0 && budget->used_bytes() == 0);
+}
+
+void foreign_memory_is_refused() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(2 * kStepBytes);
+  const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+  const auto slab = sealed(*budget, staging, file);
+  const std::size_t fds = open_fds();
+  const std::size_t live = fake_cuda().live();
+  const auto import = [&](int fd, std::uint64_t nbytes) {
+    return CudaSlab::import(*budget, device(), "slab", nbytes, UniqueFd(::dup(fd)));
+  };
+  CHECK_THROWS(import(file.fd.borrow(), 2 * kStepBytes), ForeignHandle);
+  for (const std::uint64_t nbytes : {std::uint64_t{0}, kStepBytes, 3 * kStepBytes, 2 * kStepBytes - 1}) {
+    CHECK_THROWS(import(slab->borrow_fd(), nbytes), ForeignHandle);
+  }
+  CHECK(open_fds() == fds && fake_cuda().live() == live && budget->used_bytes() == 2 * kStepBytes);
+  slab->close();
+}
+
+void what_does_not_fit_says_so() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+  CHECK_THROWS(WritableCudaSlab::create(*budget, staging, "slab", 1, false), Misuse);
+  try {
+    WritableCudaSlab::create(*budget, staging, "slab", std::uint64_t{4} << 30, false);
+    CHECK(!"more than there is");
+  } catch (const DeviceMemoryExceeded& error) {
+    CHECK(error.needed_bytes() == std::uint64_t{4} << 30 && error.free_bytes() == std::uint64_t{1} << 30);
+  }
+  CHECK(budget->used_bytes() == 0);
+}
+
+// Break `work` at its n-th call for every n, and find nothing left behind each time.
+int break_everywhere(const std::function<void()>& work) {
+  for (int nth = 1;; ++nth) {
+    const std::size_t fds = open_fds();
+    fake_cuda().fail_call(nth, kPlanted);
+    bool is_whole = false;
+    try {
+      work();
+      is_whole = true;
+    } catch (const SystemError& error) {
+      CHECK(error.number() == kPlanted);
+    }
+    const bool was_reached = fake_cuda().calls() >= nth;
+    fake_cuda().fail_call(0, 0);
+    device().releases().settle();
+    CHECK(fake_cuda().live() == 0);
+    CHECK(open_fds() == fds);
+    if (is_whole && !was_reached) return nth - 1;
+  }
+}
+
+void every_failure_unwinds() {
+  const File file(kStepBytes);
+  const int calls = break_everywhere([&] {
+    const auto budget = std::make_shared<Budget>(std::nullopt);
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+    const auto slab = sealed(*budget, staging, file);
+    const auto copy =
+        CudaSlab::import(*budget, device(), "slab", kStepBytes, UniqueFd(::dup(slab->borrow_fd())));
+    RemappedRegion region(device(), kStepBytes);
+    region.exchange({copy->share()});
+  });
+  CHECK(calls > 100);
+}
+
+void a_failed_exchange_puts_the_old_slabs_back() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File old_file(kStepBytes, 1);
+  const File new_file(kStepBytes, 2);
+  {
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+    const auto a = sealed(*budget, staging, old_file, "a");
+    const auto b = sealed(*budget, staging, new_file, "b");
+    RemappedRegion region(device(), 2 * kStepBytes);
+    const auto shows = [&](const File& first, const File& second) {
+      const auto* const at = reinterpret_cast<const std::byte*>(region.range(0, 2 * kStepBytes));
+      return crc32({at, kStepBytes}) == crc32(first.bytes) &&
+             crc32({at + kStepBytes, kStepBytes}) == crc32(second.bytes);
+    };
+    region.exchange({a->share(), a->share()});
+    CHECK(shows(old_file, old_file));
+    for (const auto& [entry, nth] : {std::pair{"cuCtxSynchronize", 1}, std::pair{"cuMemMap", 1},
+                                     std::pair{"cuMemMap", 2}, std::pair{"cuMemSetAccess", 1}}) {
+      fake_cuda().fail_entry(entry, nth, kPlanted);
+      CHECK_THROWS(region.exchange({b->share(), a->share()}), SystemError);
+      CHECK(shows(old_file, old_file));
+    }
+    fake_cuda().submit_read(region.range(0, 1), kStepBytes);  // a step in flight
+    region.exchange({b->share(), a->share()});
+    CHECK(shows(new_file, old_file) && fake_cuda().pending() == 0);
+    CHECK_THROWS(region.exchange({a->share()}), Misuse);
+    CHECK(shows(new_file, old_file));
+
+    // The old slabs do not come back either: the region is empty, and whole after the next exchange.
+    fake_cuda().fail_entry("cuMemMap", 1, kPlanted);
+    fake_cuda().fail_entry("cuMemSetAccess", 1, kPlanted);
+    CHECK_THROWS(region.exchange({a->share(), b->share()}), SystemError);
+    region.exchange({a->share(), b->share()});
+    CHECK(shows(old_file, new_file));
+    a->close();
+    b->close();
+    CHECK(budget->used_bytes() == 2 * kStepBytes);  // the region keeps what it shows
+    region.empty();
+    device().releases().settle();
+    CHECK(budget->used_bytes() == 0);
+  }
+  CHECK(fake_cuda().live() == 0);
+}
+
+void readers_race_with_close() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(kStepBytes);
+  const std::uint32_t expected = crc32(file.bytes);
+  {
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+    for (int round = 0; round < 20; ++round) {
+      const auto slab = sealed(*budget, staging, file);
+      std::vector<std::jthread> readers;
+      for (int i = 0; i < 3; ++i) {
+        readers.emplace_back([&] {
+          try {
+            for (;;) CHECK(crc32(resident(*slab->share())) == expected);
+          } catch (const Misuse&) {
+            return;  // closed
+          }
+        });
+      }
+      slab->close();
+      readers.clear();  // one of them may have been the last owner
+      device().releases().settle();
+      CHECK(budget->used_bytes() == 0);
+    }
+  }
+  CHECK(fake_cuda().live() == 0);
+}
+
+}  // namespace
+
+int main() {
+  a_slot_is_filled_again_only_after_its_copy();
+  threads_have_lanes_of_their_own();
+  memory_waits_for_work_it_does_not_know();
+  foreign_memory_is_refused();
+  what_does_not_fit_says_so();
+  every_failure_unwinds();
+  a_failed_exchange_puts_the_old_slabs_back();
+  readers_race_with_close();
+}
