@@ -33,6 +33,7 @@ class VersionModel:
     module: torch.nn.Module
     tokenizer: VersionTokenizer
     geometry: KvGeometry
+    heads: int  # of queries
     vocabulary: int
     max_positions: int
     end_tokens: frozenset[int]
@@ -48,10 +49,12 @@ def build_model(
     tag: VersionTag, tensors: Mapping[str, torch.Tensor], assets: Path, longest: int | None = None
 ) -> VersionModel:
     """The model that `assets/config.json` describes, over `tensors`, for sequences of up to `longest`
-    tokens.  Touches no global state of torch, so it may run beside steps.  Raises InvalidRequest where
-    config, code and tensors do not fit."""
+    tokens.  Touches no global state of torch, so it may run beside steps, and never writes to a tensor of
+    `tensors`, whose memory may be read-only.  Raises InvalidRequest where config, code and tensors do not
+    fit."""
     config = _read_config(assets, longest)
     dtype, device = _dtype_and_device(config, tensors)
+    _refuse_tf32(dtype, device)
     module = _make_module(config)
     config.dtype = dtype
     tied = {target: source for target, source in module.all_tied_weights_keys.items() if target != source}
@@ -72,6 +75,7 @@ def build_model(
             dtype=dtype,
             device=device,
         ),
+        heads=heads,
         vocabulary=config.vocab_size,
         max_positions=config.max_position_embeddings,
         end_tokens=_end_tokens(config, assets),
@@ -131,6 +135,13 @@ def _dtype_and_device(config: Any, tensors: Mapping[str, torch.Tensor]) -> tuple
             "they lie, so convert the checkpoint or correct the config"
         )
     return wanted, next(iter(devices))
+
+
+def _refuse_tf32(dtype: torch.dtype, device: torch.device) -> None:
+    """float32 weights are for exact answers; with TF32 products keep 10 bits of each factor."""
+    is_rounded = torch.backends.cuda.matmul.allow_tf32
+    if device.type == "cuda" and dtype == torch.float32 and is_rounded:
+        raise InvalidRequest("torch is set to compute float32 products in TF32; serve bfloat16 or unset it")
 
 
 def _make_module(config: Any) -> Any:
@@ -215,14 +226,15 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
     """Fill buffers that no checkpoint stores by the model's own initialisation, while the parameters
     are still on the meta device and cannot be written.
 
-    It is run over two different fills: a buffer that comes out different was left as it was."""
+    It is run over two different fills: a buffer that comes out different was left as it was.  On the
+    CPU, as `transformers` does when it loads, so that the same numbers come out for every device."""
     for owner in module.modules():
         names = sorted(leaf for leaf in owner._non_persistent_buffers_set if owner._buffers[leaf] is not None)
         results: list[list[torch.Tensor]] = []
         for fill in (0, 1):
             for leaf in names:
                 place = owner._buffers[leaf]
-                owner._buffers[leaf] = torch.full(place.shape, fill, dtype=place.dtype, device=device)
+                owner._buffers[leaf] = torch.full(place.shape, fill, dtype=place.dtype, device="cpu")
             if names:
                 with torch.no_grad():
                     module._init_weights(owner)
@@ -232,6 +244,7 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
                 raise InvalidRequest(
                     f"{type(owner).__name__} does not say how its buffer {leaf!r} is derived", buffer=leaf
                 )
+            owner._buffers[leaf] = other.to(device)
 
 
 def _refuse_meta(module: torch.nn.Module) -> None:
