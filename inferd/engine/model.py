@@ -139,7 +139,10 @@ def _dtype_and_device(config: Any, tensors: Mapping[str, torch.Tensor]) -> tuple
 
 def _refuse_tf32(dtype: torch.dtype, device: torch.device) -> None:
     """float32 weights are for exact answers; with TF32 products keep 10 bits of each factor."""
-    is_rounded = torch.backends.cuda.matmul.allow_tf32
+    matmul = torch.backends.cuda.matmul
+    # torch before 2.9 knows the flag only, and later ones refuse to read it once the precision was set.
+    precision = getattr(matmul, "fp32_precision", None)
+    is_rounded = matmul.allow_tf32 if precision is None else precision == "tf32"
     if device.type == "cuda" and dtype == torch.float32 and is_rounded:
         raise InvalidRequest("torch is set to compute float32 products in TF32; serve bfloat16 or unset it")
 
