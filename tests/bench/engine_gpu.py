@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -132,6 +133,20 @@ def copy_rate() -> float:
     return 2 * source.nbytes / time_on_device(lambda: target.copy_(source))
 
 
+def time_attention(decodes: KernelDecodes | GatheredDecodes, cache: KvCache, query: torch.Tensor) -> float:
+    """Seconds for one of four layers, whose caches together are more than fits in L2 where it matters."""
+
+    def layers() -> None:
+        for layer in range(4):
+            decodes.attend(cache, layer, query, 0.088)
+
+    layers()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers()
+    return time_on_device(graph.replay) / 4
+
+
 def measure_kernel(rate: float) -> list[dict[str, float]]:
     """The decode kernel against reading the context once, and against gathering it for torch's own."""
     rows: list[dict[str, float]] = []
@@ -150,16 +165,7 @@ def measure_kernel(rate: float) -> list[dict[str, float]]:
         gathered = GatheredDecodes(sequences, tables.flatten(), mask)
         seconds: list[float] = []
         for decodes in (kernel, gathered):
-
-            def layers(decodes: KernelDecodes | GatheredDecodes = decodes, cache: KvCache = cache) -> None:
-                for layer in range(4):
-                    decodes.attend(cache, layer, query, 0.088)
-
-            layers()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                layers()
-            seconds.append(time_on_device(graph.replay) / 4)
+            seconds.append(time_attention(decodes, cache, query))
         floor = sequences * context * geometry.bytes_per_token / 4 / rate
         rows.append(
             {
@@ -280,11 +286,11 @@ def measure_beside(
     while engine.load().running:
         threading.Event().wait(0.01)
     parts: dict[str, object] = {"sequences": size, "alone": asdict(Spread.of(alone))}
-    for (_, begin), (name, end) in zip(marks, marks[1:], strict=False):
+    for (_, begin), (name, end) in pairwise(marks):
         # From the end of one step to the end of the next: a wait for the GIL between them counts.
         gaps = [
             (after.ended - before.ended) * 1e3
-            for before, after in zip(steps, steps[1:], strict=False)
+            for before, after in pairwise(steps)
             if after.ended > begin and before.ended < end
         ]
         parts[name] = {"seconds": end - begin} | (asdict(Spread.of(gaps)) if gaps else {})
