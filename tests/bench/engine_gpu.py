@@ -163,9 +163,7 @@ def measure_kernel(rate: float) -> list[dict[str, float]]:
         kernel = KernelDecodes.over(cache, tables.t(), ends, 32)
         mask = torch.zeros(sequences, 1, 1, context, dtype=torch.bfloat16, device=DEVICE)
         gathered = GatheredDecodes(sequences, tables.flatten(), mask)
-        seconds: list[float] = []
-        for decodes in (kernel, gathered):
-            seconds.append(time_attention(decodes, cache, query))
+        seconds = [time_attention(decodes, cache, query) for decodes in (kernel, gathered)]
         floor = sequences * context * geometry.bytes_per_token / 4 / rate
         rows.append(
             {
