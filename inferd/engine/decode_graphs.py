@@ -58,8 +58,10 @@ class DecodeGraphs:
         `lane`'s; None, and a warning in the log, where the model's code cannot be captured.  Steps of the
         other slot may run meanwhile.  Blocking."""
         graphs = cls(model, cache, most, longest)
-        # The largest first: the smaller ones then fit into the memory it used.
-        for size in reversed(graph_sizes(most)):
+        first, *rest = graph_sizes(most)
+        # The smallest as a trial, since what a failed capture took is lost.  Then from the largest on: the
+        # others fit into the memory that it used.
+        for size in (first, *reversed(rest)):
             # Loads the kernels that this size takes; neither that nor a true failure belongs in a capture.
             graphs._compute(size)
             lane.stream.synchronize()
@@ -67,6 +69,7 @@ class DecodeGraphs:
             try:
                 graphs._record(graph, lane, size)
             except RuntimeError as error:
+                lane.renew()
                 graphs.close()
                 _log.warning("%s decodes without CUDA graphs: %s", type(model.module).__name__, error)
                 return None

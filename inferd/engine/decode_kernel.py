@@ -1,4 +1,4 @@
-"""Attention of single queries over the paged cache, as Triton kernels.
+"""Attention of single queries over the paged cache, and what is written there, as Triton kernels.
 
 Flash decoding: the context of a sequence is cut into `splits` parts that are attended to at the same
 time, each with its own softmax; a second kernel weighs the parts.  Only lengths and block tables, which
@@ -122,6 +122,32 @@ def _join_parts(  # type: ignore[no-untyped-def]
     tl.store(out + place, joined.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
+@triton.jit(do_not_specialize=["key_token", "key_head", "value_token", "value_head"])  # type: ignore[untyped-decorator]
+def _store_rows(  # type: ignore[no-untyped-def]
+    key,  # [tokens, KV_HEADS, HEAD_DIM]
+    value,  # as `key`
+    rows,  # [tokens] int64: where in the cache
+    keys,  # [token rows, KV_HEADS, HEAD_DIM]
+    values,  # as `keys`
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    KV_HEADS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    DIMS: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, DIMS)[None, :]
+    mask = (head < KV_HEADS) & (dim < HEAD_DIM)
+    place = (tl.load(rows + token) * KV_HEADS + head) * HEAD_DIM + dim
+    tl.store(keys + place, tl.load(key + token * key_token + head * key_head + dim, mask=mask), mask=mask)
+    at = token * value_token + head * value_head + dim
+    tl.store(values + place, tl.load(value + at, mask=mask), mask=mask)
+
+
 MAX_SPLITS = 32
 _PROGRAMS = 264  # two for each multiprocessor of the largest devices in use
 
@@ -129,6 +155,30 @@ _PROGRAMS = 264  # two for each multiprocessor of the largest devices in use
 def splits_for(sequences: int, kv_heads: int) -> int:
     """Into how many parts contexts are cut, so that few sequences still fill the device."""
     return max(1, min(MAX_SPLITS, _PROGRAMS // (sequences * kv_heads)))
+
+
+def store(
+    key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write `key` and `value` [tokens, kv_heads, head_dim] to rows `rows` [tokens] of the paged `keys` and
+    `values` [token rows, kv_heads, head_dim]; dims must be dense.  Asynchronous."""
+    tokens, kv_heads, head_dim = key.shape
+    _store_rows[(tokens,)](
+        key,
+        value,
+        rows,
+        keys,
+        values,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        DIMS=triton.next_power_of_2(head_dim),
+        HEADS=triton.next_power_of_2(kv_heads),
+        num_warps=4,
+    )
 
 
 def attend(

@@ -68,6 +68,11 @@ class KvCache:
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store `keys` and `values` [tokens, kv_heads, head_dim] at token rows `rows` [tokens]."""
+        if self.geometry.device.type == "cuda" and keys.stride(2) == values.stride(2) == 1:
+            from inferd.engine.decode_kernel import store  # needs Triton, which only CUDA builds bring
+
+            store(keys, values, rows, *self.layer(layer))
+            return
         self._by_token[0, layer].index_copy_(0, rows, keys)
         self._by_token[1, layer].index_copy_(0, rows, values)
 

@@ -9,7 +9,7 @@ therefore only ever works for that slot.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -21,16 +21,28 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.pool = torch.cuda.graph_pool_handle()
+        self._device = device
         with torch.cuda.stream(self.stream):
-            mark = torch.zeros(1, device=device)
-            # A graph of nothing much: as long as it lives, the pool keeps the memory of graphs that are
-            # gone for those of the next version, and preparing it need not ask the driver.
-            self._anchor = torch.cuda.CUDAGraph()
-            self._anchor.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            mark.add_(1)
-            self._anchor.capture_end()
-        self._mark = mark
+            self._mark = torch.zeros(1, device=device)
+            self._open()
+
+    def renew(self) -> None:
+        """Take another pool after a capture failed, with the stream current."""
+        # torch leaves the pool open, and its random generators in the belief that they are captured: the
+        # first is closed here (later versions may do it themselves), the second ends with a sound capture.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
+        self._open()
+
+    def _open(self) -> None:
+        """Make a pool and capture a graph of nothing much: as long as that lives, the pool keeps the
+        memory of graphs that are gone for those of the next version, and preparing it need not ask the
+        driver."""
+        self.pool = torch.cuda.graph_pool_handle()
+        self._anchor = torch.cuda.CUDAGraph()
+        self._anchor.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        self._mark.add_(1)
+        self._anchor.capture_end()
 
 
 class Lanes:

@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inferd.engine.attention import ATTENTION
+from inferd.engine.fused_norms import fuse_norms
 from inferd.engine.kv_cache import KvGeometry
 from inferd.engine.tokenizer import VersionTokenizer
 from shared.errors import InvalidRequest
@@ -63,6 +64,8 @@ def build_model(
     _assign(module, matched, tied)
     _refuse_meta(module)
     module.eval()
+    if device.type == "cuda":
+        fuse_norms(module)
     heads = config.num_attention_heads
     return VersionModel(
         tag=tag,

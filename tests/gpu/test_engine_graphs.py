@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from inferd.engine.blocks import PrefixKey
 from inferd.engine.decode_attention import GatheredDecodes, KernelDecodes
 from inferd.engine.decode_graphs import DecodeGraphs, graph_sizes
 from inferd.engine.forward import run_forward
+from inferd.engine.fused_norms import FusedNorm, fuse_norms
 from inferd.engine.kv_cache import KvCache, KvGeometry
 from inferd.engine.lanes import Lanes
 from inferd.engine.model import build_model
@@ -78,6 +80,53 @@ def test_the_kernel_agrees_with_plain_torch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "kv_heads", "head_dim"), [(1, 2, 8), (37, 8, 128), (5, 3, 80)])
+def test_what_is_stored_is_what_plain_torch_stores(
+    dtype: torch.dtype, tokens: int, kv_heads: int, head_dim: int
+) -> None:
+    cache = KvCache(KvGeometry(2, kv_heads, head_dim, dtype, DEVICE), 12, 4)
+    key, value = torch.randn(2, kv_heads, tokens, head_dim, device=DEVICE).to(dtype).transpose(1, 2)
+    rows = torch.randperm(48, device=DEVICE)[:tokens]
+    cache.write(1, rows, key, value)
+    for part, written in zip(cache.layer(1), (key, value), strict=True):
+        expected = torch.zeros_like(part)
+        expected[rows] = written
+        assert torch.equal(part, expected)
+    assert not any(part.any() for part in cache.layer(0))
+
+
+class ShiftedNorm(LlamaRMSNorm):
+    """As some models have it: looks like the norm that is fused, and is another."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        plain = super().forward(hidden_states)
+        return plain + plain / self.weight
+
+
+@pytest.mark.parametrize("width", [48, 576, 4096])
+def test_norms_are_fused_where_they_answer_alike(width: int) -> None:
+    norms = {
+        "plain": LlamaRMSNorm(width, 1e-5),
+        "tight": LlamaRMSNorm(width, 1e-6),
+        "shifted": ShiftedNorm(width, 1e-5),
+        "exact": LlamaRMSNorm(width, 1e-5),
+    }
+    model = torch.nn.ModuleDict(norms)
+    for norm in norms.values():
+        torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+        norm.requires_grad_(False)
+    model.to(DEVICE, torch.bfloat16)
+    norms["exact"].float()
+    assert fuse_norms(model) == 2
+    assert {name for name, norm in norms.items() if isinstance(norm.forward, FusedNorm)} == {"plain", "tight"}
+    rows = torch.randn(3, 5, width, device=DEVICE, dtype=torch.bfloat16)
+    for name in ("plain", "tight"):
+        wanted = LlamaRMSNorm.forward(norms[name], rows)
+        torch.testing.assert_close(norms[name](rows), wanted, rtol=2e-2, atol=1e-3)
+        assert torch.equal(norms[name](rows[:, 1]), norms[name](rows[:, 1].contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_graph_computes_what_its_step_does(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_checkpoint(tmp_path, dtype=dtype)
     (tensors,) = versions(folder, 1)
@@ -91,7 +140,7 @@ def test_a_graph_computes_what_its_step_does(tmp_path: Path, dtype: torch.dtype)
     root = PrefixKey.root(model.tag.digest)
     prompts = prompts_of(6, shortest=2, longest=30)
     sequences = [
-        Sequence(n, 0, root, prompt, 9, blocks=list(range(n * 8, n * 8 + 8)))
+        Sequence(n, 0, root, prompt, 9, blocks=list(range(n * 10, n * 10 + 10)))
         for n, prompt in enumerate(prompts)
     ]
     with lanes.stepping():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from shared.errors import WarmupFailed
 from tests.unit.engine.checkpoints import make_checkpoint, read_tensors, tag_of
 from tests.unit.engine.sessions import EngineSession
 
+from . import readonly_weights
 from .engine_cases import DEVICE, answers_of, needs_cuda, on_device, opened, prompts_of, serve, versions
 
 pytestmark = needs_cuda
@@ -44,6 +48,33 @@ def test_parameters_are_the_tensors_and_are_never_written(session: EngineSession
     assert engine.load().steps >= 100
     assert {name for name in tensors if not torch.equal(tensors[name], before[name])} == set()
     assert {name for name, tensor in tensors.items() if tensor._version} == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_serves_from_memory_that_can_only_be_read(
+    session: EngineSession, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    folder = make_checkpoint(tmp_path, dtype=dtype)
+    (tensors,) = versions(folder, 1)
+    engine = serve(session, folder, tensors)
+    expected = answers_of(session, engine, readonly_weights.PROMPTS, readonly_weights.PARAMS)
+    done = run_readonly("serve", folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    # In bfloat16 two runs may differ by what shared a step; that it ran at all is the point there.
+    assert len(found) == len(expected)
+    assert dtype != torch.float32 or found == expected
+
+
+def test_a_write_to_such_memory_ends_the_process(folder: Path) -> None:
+    done = run_readonly("write", folder)
+    assert done.returncode != 0
+    assert "written" not in done.stdout
+
+
+def run_readonly(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", readonly_weights.__name__, what, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_rebuilding_leaves_memory_where_it_was(session: EngineSession, folder: Path) -> None:
