@@ -70,7 +70,7 @@ def build_model(
     return VersionModel(
         tag=tag,
         module=module,
-        tokenizer=VersionTokenizer(assets),
+        tokenizer=VersionTokenizer.of(assets),
         geometry=KvGeometry(
             layers=config.num_hidden_layers,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
