@@ -23,13 +23,15 @@ _API = ApiSettings()
 class EngineConfig(ConfigModel):
     """How large the engine may grow; see `EngineSettings`."""
 
-    kv_cache_bytes: Annotated[int, Field(gt=0)] = _ENGINE.kv_cache_bytes
+    kv_cache_bytes: Annotated[int, Field(gt=0)] | None = _ENGINE.kv_cache_bytes
+    kv_cache_share: Annotated[float, Field(gt=0, lt=1)] = _ENGINE.kv_cache_share
     block_tokens: Annotated[int, Field(ge=1, le=1024)] = _ENGINE.block_tokens
     max_batch_tokens: Annotated[int, Field(ge=1)] = _ENGINE.max_batch_tokens
     max_sequences: Annotated[int, Field(ge=1)] = _ENGINE.max_sequences
     max_waiting: Annotated[int, Field(ge=0)] = _ENGINE.max_waiting
     max_model_len: Annotated[int, Field(ge=2)] | None = _ENGINE.max_model_len
     torch_threads: Annotated[int, Field(ge=1, le=1024)] | None = _ENGINE.torch_threads
+    cuda_graphs: bool = _ENGINE.cuda_graphs
 
     def settings(self) -> EngineSettings:
         """As the engine takes them."""

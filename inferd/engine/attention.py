@@ -14,8 +14,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from inferd.engine.decode_attention import Decodes, decodes_of
 from inferd.engine.kv_cache import KvCache
 from inferd.engine.scheduler import Chunk
+from inferd.engine.transfers import send
 from shared.errors import InvalidRequest, InvariantError
 
 ATTENTION = "changeover_paged"
@@ -38,17 +40,15 @@ class PagedBatch:
 
     cache: KvCache
     rows: torch.Tensor  # [tokens] int64: the cache row that each token is written to
-    decodes: int
-    decode_table: torch.Tensor  # [decodes * width] int64
-    decode_mask: torch.Tensor  # [decodes, 1, 1, width * block_tokens], added to the scores
+    decodes: Decodes | None
     prompts: tuple[_Prompt, ...]
     longest: int  # tokens of the longest context
     layers_seen: list[int] = field(default_factory=list)
 
 
-def page(cache: KvCache, chunks: Seq[Chunk], decodes: int) -> PagedBatch:
-    """Lay out a slot's batch for the attention function."""
-    device, size = cache.geometry.device, cache.block_tokens
+def page(cache: KvCache, chunks: Seq[Chunk], decodes: int, heads: int) -> PagedBatch:
+    """Lay out a slot's batch for the attention function of a model with `heads` query heads."""
+    size = cache.block_tokens
     rows: list[int] = []
     prompts: list[_Prompt] = []
     for number, chunk in enumerate(chunks):
@@ -56,21 +56,10 @@ def page(cache: KvCache, chunks: Seq[Chunk], decodes: int) -> PagedBatch:
         if number >= decodes:
             prompts.append(_prompt(cache, chunk, first=len(rows)))
         rows += [blocks[at // size] * size + at % size for at in range(chunk.start, end)]
-    lengths = [chunk.start + 1 for chunk in chunks[:decodes]]
-    width = -(-max(lengths, default=0) // size)
-    table: list[int] = []
-    for chunk, length in zip(chunks, lengths, strict=False):
-        blocks = chunk.sequence.blocks[: -(-length // size)]
-        # Padded with the sequence's own first block: whatever is masked is at least its own.
-        table += blocks + blocks[:1] * (width - len(blocks))
-    beyond = torch.arange(width * size, device=device)[None] >= torch.tensor(lengths, device=device)[:, None]
-    mask = torch.zeros(beyond.shape, dtype=cache.geometry.dtype, device=device)
     return PagedBatch(
         cache=cache,
-        rows=torch.tensor(rows, dtype=torch.int64, device=device),
-        decodes=decodes,
-        decode_table=torch.tensor(table, dtype=torch.int64, device=device),
-        decode_mask=mask.masked_fill_(beyond, float("-inf"))[:, None, None],
+        rows=send(rows, torch.int64, cache.geometry.device),
+        decodes=decodes_of(cache, chunks[:decodes], heads) if decodes else None,
         prompts=tuple(prompts),
         longest=max(chunk.start + chunk.count for chunk in chunks),
     )
@@ -84,7 +73,7 @@ def _prompt(cache: KvCache, chunk: Chunk, first: int) -> _Prompt:
     blocks = chunk.sequence.blocks[: -(-context // cache.block_tokens)]
     position = torch.arange(chunk.start, context, device=device)
     mask = torch.arange(context, device=device)[None] <= position[:, None]
-    return _Prompt(first, chunk.count, context, torch.tensor(blocks, device=device), mask)
+    return _Prompt(first, chunk.count, context, send(blocks, torch.int64, device), mask)
 
 
 def paged_attention(
@@ -118,16 +107,16 @@ def paged_attention(
     paged.layers_seen.append(layer)
     cache.write(layer, paged.rows, key[0].transpose(0, 1), value[0].transpose(0, 1))
     heads, tokens, head_dim = query.shape[1:]
+    scale = head_dim**-0.5 if scaling is None else scaling
+    decoded: torch.Tensor | None = None
+    if paged.decodes is not None:
+        count = paged.decodes.count
+        decoded = paged.decodes.attend(cache, layer, query[0, :, :count].transpose(0, 1), scale)
+        if not paged.prompts:
+            return decoded[None], None
     out = query.new_empty((1, tokens, heads, head_dim))
-    if paged.decodes:
-        count = paged.decodes
-        keys, values = cache.gather(layer, paged.decode_table, count)
-        # The query heads of one KV head become its queries: no key or value is repeated.
-        grouped = query[0, :, :count].transpose(0, 1).reshape(count, geometry.kv_heads, -1, head_dim)
-        attended = scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=paged.decode_mask, scale=scaling
-        )
-        out[0, :count] = attended.reshape(count, heads, head_dim)
+    if decoded is not None:
+        out[0, : decoded.shape[0]] = decoded
     for prompt in paged.prompts:
         span = slice(prompt.first, prompt.first + prompt.count)
         if prompt.table is None:
@@ -141,7 +130,7 @@ def paged_attention(
             _repeat(values, heads),
             attn_mask=prompt.mask,
             is_causal=prompt.mask is None,
-            scale=scaling,
+            scale=scale,
         )
         out[:, span] = attended.transpose(1, 2)
     return out, None

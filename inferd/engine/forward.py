@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from inferd.engine.attention import page
+from inferd.engine.attention import PagedBatch, page
 from inferd.engine.kv_cache import KvCache
 from inferd.engine.model import VersionModel
 from inferd.engine.scheduler import Chunk
+from inferd.engine.transfers import send
 from shared.errors import InvalidRequest
 
 
@@ -18,9 +19,10 @@ def run_forward(model: VersionModel, cache: KvCache, chunks: Sequence[Chunk], de
     """Compute `chunks` (the first `decodes` are decodes) and return float32 logits [rows, vocabulary],
     a row for each chunk that ends its sequence's tokens, in order; [0, vocabulary] if none does.
 
-    The keys and values of all tokens are in `cache` afterwards.  Blocking."""
+    The keys and values of all tokens are in `cache` afterwards.  On a GPU the work is queued on the
+    current stream, and this does not wait for it."""
     device = cache.geometry.device
-    paged = page(cache, chunks, decodes)
+    paged = page(cache, chunks, decodes, model.heads)
     tokens: list[int] = []
     positions: list[int] = []
     last_rows: list[int] = []
@@ -29,17 +31,37 @@ def run_forward(model: VersionModel, cache: KvCache, chunks: Sequence[Chunk], de
         positions += range(chunk.start, chunk.start + chunk.count)
         if chunk.is_last:
             last_rows.append(len(tokens) - 1)
+    return run_model(
+        model,
+        input_ids=send(tokens, torch.int64, device),
+        position_ids=send(positions, torch.int64, device),
+        paged=paged,
+        logits_to_keep=send(last_rows, torch.int64, device),
+    ).float()
+
+
+def run_model(
+    model: VersionModel,
+    *,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    paged: PagedBatch,
+    logits_to_keep: torch.Tensor | int,
+) -> torch.Tensor:
+    """Logits [rows, vocabulary] in the model's dtype, for the rows `logits_to_keep` (0 keeps all) of the
+    flattened `input_ids` and `position_ids` [tokens]."""
     output = model.module(
-        input_ids=torch.tensor([tokens], dtype=torch.int64, device=device),
-        position_ids=torch.tensor([positions], dtype=torch.int64, device=device),
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
         use_cache=False,
-        logits_to_keep=torch.tensor(last_rows, dtype=torch.int64, device=device),
+        logits_to_keep=logits_to_keep,
         paged=paged,
     )
-    if sorted(paged.layers_seen) != list(range(cache.geometry.layers)):
+    layers = paged.cache.geometry.layers
+    if sorted(paged.layers_seen) != list(range(layers)):
         raise InvalidRequest(
             f"{type(model.module).__name__} ran attention in {len(paged.layers_seen)} of "
-            f"{cache.geometry.layers} layers through the paged cache"
+            f"{layers} layers through the paged cache"
         )
     logits: torch.Tensor = output.logits[0]
-    return logits.float()
+    return logits

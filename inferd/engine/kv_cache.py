@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from inferd.engine.transfers import send
+
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
@@ -31,29 +33,46 @@ class KvGeometry:
 
 
 class KvCache:
-    """Keys and values of `blocks` blocks, zero at first.  Only the step thread touches it."""
+    """Keys and values of `blocks` blocks, zero at first.  Only the step thread touches them; one more
+    block, `padding_block`, is nobody's: what must be written and is never read goes there."""
 
     def __init__(self, geometry: KvGeometry, blocks: int, block_tokens: int) -> None:
         self.geometry = geometry
         self.blocks = blocks
         self.block_tokens = block_tokens
+        self.padding_block = blocks
         head = (geometry.kv_heads, geometry.head_dim)
+        count = blocks + 1
         # [keys and values, layers, blocks, block_tokens, kv_heads, head_dim]
         self._data = torch.zeros(
-            (2, geometry.layers, blocks, block_tokens, *head), dtype=geometry.dtype, device=geometry.device
+            (2, geometry.layers, count, block_tokens, *head), dtype=geometry.dtype, device=geometry.device
         )
-        self._by_token = self._data.view(2, geometry.layers, blocks * block_tokens, *head)
-        self._by_block = self._data.view(2, geometry.layers, blocks, -1)
+        self._by_token = self._data.view(2, geometry.layers, count * block_tokens, *head)
+        self._by_block = self._data.view(2, geometry.layers, count, -1)
+
+    @property
+    def padding_row(self) -> int:
+        """The first token row of the padding block."""
+        return self.padding_block * self.block_tokens
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [token rows, kv_heads, head_dim] of one layer, contiguous views."""
+        return self._by_token[0, layer], self._by_token[1, layer]
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero `blocks`.  Attention reads a block to its end and masks what lies beyond the sequence;
         a masked NaN that an earlier sequence left there would still make the sum NaN."""
         if blocks:
-            index = torch.tensor(blocks, dtype=torch.int64, device=self.geometry.device)
+            index = send(blocks, torch.int64, self.geometry.device)
             self._by_block.index_fill_(2, index, 0)
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store `keys` and `values` [tokens, kv_heads, head_dim] at token rows `rows` [tokens]."""
+        if self.geometry.device.type == "cuda" and keys.stride(2) == values.stride(2) == 1:
+            from inferd.engine.decode_kernel import store  # needs Triton, which only CUDA builds bring
+
+            store(keys, values, rows, *self.layer(layer))
+            return
         self._by_token[0, layer].index_copy_(0, rows, keys)
         self._by_token[1, layer].index_copy_(0, rows, values)
 

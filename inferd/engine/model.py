@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inferd.engine.attention import ATTENTION
+from inferd.engine.fused_norms import fuse_norms
 from inferd.engine.kv_cache import KvGeometry
 from inferd.engine.tokenizer import VersionTokenizer
 from shared.errors import InvalidRequest
@@ -33,6 +34,7 @@ class VersionModel:
     module: torch.nn.Module
     tokenizer: VersionTokenizer
     geometry: KvGeometry
+    heads: int  # of queries
     vocabulary: int
     max_positions: int
     end_tokens: frozenset[int]
@@ -48,10 +50,12 @@ def build_model(
     tag: VersionTag, tensors: Mapping[str, torch.Tensor], assets: Path, longest: int | None = None
 ) -> VersionModel:
     """The model that `assets/config.json` describes, over `tensors`, for sequences of up to `longest`
-    tokens.  Touches no global state of torch, so it may run beside steps.  Raises InvalidRequest where
-    config, code and tensors do not fit."""
+    tokens.  Touches no global state of torch, so it may run beside steps, and never writes to a tensor of
+    `tensors`, whose memory may be read-only.  Raises InvalidRequest where config, code and tensors do not
+    fit."""
     config = _read_config(assets, longest)
     dtype, device = _dtype_and_device(config, tensors)
+    _refuse_tf32(dtype, device)
     module = _make_module(config)
     config.dtype = dtype
     tied = {target: source for target, source in module.all_tied_weights_keys.items() if target != source}
@@ -60,11 +64,13 @@ def build_model(
     _assign(module, matched, tied)
     _refuse_meta(module)
     module.eval()
+    if device.type == "cuda":
+        fuse_norms(module)
     heads = config.num_attention_heads
     return VersionModel(
         tag=tag,
         module=module,
-        tokenizer=VersionTokenizer(assets),
+        tokenizer=VersionTokenizer.of(assets),
         geometry=KvGeometry(
             layers=config.num_hidden_layers,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -72,6 +78,7 @@ def build_model(
             dtype=dtype,
             device=device,
         ),
+        heads=heads,
         vocabulary=config.vocab_size,
         max_positions=config.max_position_embeddings,
         end_tokens=_end_tokens(config, assets),
@@ -131,6 +138,16 @@ def _dtype_and_device(config: Any, tensors: Mapping[str, torch.Tensor]) -> tuple
             "they lie, so convert the checkpoint or correct the config"
         )
     return wanted, next(iter(devices))
+
+
+def _refuse_tf32(dtype: torch.dtype, device: torch.device) -> None:
+    """float32 weights are for exact answers; with TF32 products keep 10 bits of each factor."""
+    matmul = torch.backends.cuda.matmul
+    # torch before 2.9 knows the flag only, and later ones refuse to read it once the precision was set.
+    precision = getattr(matmul, "fp32_precision", None)
+    is_rounded = matmul.allow_tf32 if precision is None else precision == "tf32"
+    if device.type == "cuda" and dtype == torch.float32 and is_rounded:
+        raise InvalidRequest("torch is set to compute float32 products in TF32; serve bfloat16 or unset it")
 
 
 def _make_module(config: Any) -> Any:
@@ -215,14 +232,15 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
     """Fill buffers that no checkpoint stores by the model's own initialisation, while the parameters
     are still on the meta device and cannot be written.
 
-    It is run over two different fills: a buffer that comes out different was left as it was."""
+    It is run over two different fills: a buffer that comes out different was left as it was.  On the
+    CPU, as `transformers` does when it loads, so that the same numbers come out for every device."""
     for owner in module.modules():
         names = sorted(leaf for leaf in owner._non_persistent_buffers_set if owner._buffers[leaf] is not None)
         results: list[list[torch.Tensor]] = []
         for fill in (0, 1):
             for leaf in names:
                 place = owner._buffers[leaf]
-                owner._buffers[leaf] = torch.full(place.shape, fill, dtype=place.dtype, device=device)
+                owner._buffers[leaf] = torch.full(place.shape, fill, dtype=place.dtype, device="cpu")
             if names:
                 with torch.no_grad():
                     module._init_weights(owner)
@@ -232,6 +250,7 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
                 raise InvalidRequest(
                     f"{type(owner).__name__} does not say how its buffer {leaf!r} is derived", buffer=leaf
                 )
+            owner._buffers[leaf] = other.to(device)
 
 
 def _refuse_meta(module: torch.nn.Module) -> None:

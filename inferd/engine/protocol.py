@@ -147,19 +147,23 @@ class Engine(Protocol):
         ...
 
     def build(self, slot: int, tag: VersionTag, tensors: Mapping[str, torch.Tensor], assets: Path) -> None:
-        """Build the model of `tag` in an empty `slot` over `tensors` (read-only, not copied; keys are
-        checkpoint names).  `assets` holds config.json and the tokenizer files.  Raises
+        """Build the model of `tag` in an empty `slot` over `tensors` (never written to and
+        not copied: their memory may be mapped read-only; keys are checkpoint names; all on one device,
+        where the version computes).  `assets` holds config.json and the tokenizer files.  Raises
         InvalidRequest where the tensors do not fit the config (missing, unexpected, shape, dtype).
         If it raises, the slot is still empty."""
         ...
 
     def warm(self, slot: int) -> WarmReport:
-        """Run trial prompts; raises WarmupFailed on NaN or Inf, naming where they were first seen."""
+        """Run trial prompts; raises WarmupFailed on NaN or Inf, naming where they were first seen.
+        Does ahead whatever the first requests would else wait for (kernels, CUDA graphs), so that a flip
+        to the slot does none of it."""
         ...
 
     def retire(self, slot: int) -> None:
-        """Drop the model, its KV blocks and prefix entries.  The caller knows that no sequence is
-        left in the slot; raises InvariantError if one is."""
+        """Drop the model, its graphs, KV blocks and prefix entries.  The caller knows that no sequence is
+        left in the slot; raises InvariantError if one is.  Waits for the GPU work that used the weights:
+        once it returns, nothing reads them any more, and the caller may unmap them."""
         ...
 
     def tokenizer(self, slot: int) -> Tokenizer:

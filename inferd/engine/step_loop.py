@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import monotonic_ns
 
@@ -16,14 +17,16 @@ from inferd.engine.protocol import (
     EngineLoad,
     FinishReason,
     OutputSink,
+    SamplingParams,
     SequenceOutput,
-    TokenLogprob,
 )
-from inferd.engine.sampling import Sampler, logprobs_of
+from inferd.engine.sampling import Draft, Logprobs, Pick, Sampler, pick
 from inferd.engine.scheduler import Scheduler, Sequence, SlotBatch, StepPlan
 from shared.errors import InvariantError
 
 _log = logging.getLogger(__name__)
+
+_GREEDY = SamplingParams(1, temperature=0)
 
 Forward = Callable[[SlotBatch], torch.Tensor]
 """Runs a batch; returns float32 logits [chunks that are last, vocabulary]."""
@@ -43,7 +46,7 @@ class Live:
         self,
         text: str,
         tokens: tuple[int, ...] = (),
-        logprobs: tuple[tuple[TokenLogprob, tuple[TokenLogprob, ...]], ...] = (),
+        logprobs: tuple[Logprobs, ...] = (),
         finish: FinishReason | None = None,
         error: str = "",
     ) -> SequenceOutput:
@@ -80,8 +83,11 @@ class StepLoop:
         forward: Forward,
         clear_blocks: Callable[[tuple[int, ...]], None],
         torch_threads: int | None,
+        on_device: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """`on_device` makes what enters it the place where the step thread's GPU work is queued."""
         self.scheduler = scheduler
+        self._on_device = on_device
         self._forward = forward
         self._clear_blocks = clear_blocks
         self._torch_threads = torch_threads
@@ -193,7 +199,8 @@ class StepLoop:
         for live in cancelled:
             self._deliver(live, live.output(live.text.finish()[0], finish=FinishReason.CANCELLED))
         if plan.batches:
-            self._step(plan)
+            with self._on_device():
+                self._step(plan)
         with self.lock:
             self._steps += bool(plan.batches)
             self._last_step_ns = monotonic_ns()
@@ -204,34 +211,42 @@ class StepLoop:
     def _step(self, plan: StepPlan) -> None:
         self._clear_blocks(plan.fresh_blocks)
         for batch in plan.batches:
+            lasts = [self._live[chunk.sequence.sequence_id] for chunk in batch.chunks if chunk.is_last]
             try:
                 logits = self._forward(batch)
-                # A NaN anywhere in a row makes its largest value NaN.
-                best, choices = logits.max(dim=-1)
-                is_sound, argmax = torch.isfinite(best).tolist(), choices.tolist()
+                drafts = [self._draft(live, logits.shape[-1]) for live in lasts]
+                picks = pick(logits, [draft or Draft(_GREEDY) for draft in drafts])
             except Exception as error:  # noqa: BLE001 - the supervisor of model code, which may raise anything
                 self._fail_step([chunk.sequence.sequence_id for chunk in batch.chunks], error)
                 continue
             with self.lock:
                 for chunk in batch.chunks:
-                    self.scheduler.complete(chunk)
-            lasts = [chunk.sequence for chunk in batch.chunks if chunk.is_last]
-            for row, sequence in enumerate(lasts):
-                live = self._live[sequence.sequence_id]
-                if not is_sound[row]:
-                    self._fail([sequence.sequence_id], "the model's logits are not finite")
+                    if chunk.sequence.sequence_id in self._live:
+                        self.scheduler.complete(chunk)
+            for live, draft, picked in zip(lasts, drafts, picks, strict=True):
+                number = live.sequence.sequence_id
+                if draft is None:
+                    continue
+                if not picked.is_sound:
+                    self._fail([number], "the model's logits are not finite")
                     continue
                 try:
-                    token = argmax[row] if live.sampler.is_argmax else live.sampler.choose(logits[row])
-                    self._advance(live, token, logits[row])
-                except Exception as error:  # noqa: BLE001 - one sequence's sampling must not end the others
-                    self._fail_step([sequence.sequence_id], error)
+                    self._advance(live, picked)
+                except Exception as error:  # noqa: BLE001 - one sequence's text must not end the others
+                    self._fail_step([number], error)
 
-    def _advance(self, live: Live, token: int, logits: torch.Tensor) -> None:
+    def _draft(self, live: Live, vocabulary: int) -> Draft | None:
+        """What to do to a sequence's row; None if that failed and ended the sequence."""
+        try:
+            return live.sampler.draft(vocabulary)
+        except Exception as error:  # noqa: BLE001 - one sequence's sampling must not end the others
+            self._fail_step([live.sequence.sequence_id], error)
+            return None
+
+    def _advance(self, live: Live, picked: Pick) -> None:
         """Append the chosen token to a sequence and deliver what it says."""
-        params, sequence = live.sampler.params, live.sequence
+        params, sequence, token = live.sampler.params, live.sequence, picked.token
         live.sampler.note(token)
-        logprobs = () if params.logprobs is None else (logprobs_of(logits, token, params.logprobs),)
         is_end = (token in live.end_tokens and not params.ignore_eos) or token in params.stop_token_ids
         text, is_stopped = ("", False) if is_end else live.text.feed(token)
         is_full = len(sequence.tokens) + 1 - sequence.prompt_tokens >= sequence.max_tokens
@@ -247,7 +262,7 @@ class StepLoop:
             self._tokens += 1
             if finish is not None:
                 self._let_go(sequence.sequence_id)
-        self._deliver(live, live.output(text, (token,), logprobs, finish))
+        self._deliver(live, live.output(text, (token,), picked.logprobs, finish))
 
     def _fail_step(self, numbers: list[int], error: Exception) -> None:
         _log.error("a step failed for sequences %s", numbers, exc_info=error)

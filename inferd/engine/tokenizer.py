@@ -3,21 +3,42 @@
 It reads `tokenizer.json` through the `tokenizers` library.  The wrapper of `transformers` changes the
 shared tokenizer's truncation on each call, which fails while another thread encodes; it is only asked
 to render chat templates.
+
+Loading one keeps the GIL for hundreds of milliseconds, in which no step is launched; versions whose
+tokenizer files are the same therefore share one.
 """
 
 from __future__ import annotations
 
+import threading
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import jinja2
 from transformers import AutoTokenizer
 
 from shared.errors import InvalidRequest
 
+_loading = threading.Lock()
+_loaded: WeakValueDictionary[bytes, VersionTokenizer] = WeakValueDictionary()
+
 
 class VersionTokenizer:
     """Implements the engine's `Tokenizer`."""
+
+    @classmethod
+    def of(cls, assets: Path) -> Self:
+        """The tokenizer of the folder `assets`: one that is in use, if it came from the same files.
+        Raises what loading raises."""
+        key = _digest(assets)
+        with _loading:
+            found = _loaded.get(key)
+            if not isinstance(found, cls):
+                found = cls(assets)
+                _loaded[key] = found
+            return found
 
     def __init__(self, assets: Path) -> None:
         """Load from the folder `assets`, offline.  Raises InvalidRequest if it holds no usable tokenizer."""
@@ -50,3 +71,15 @@ class VersionTokenizer:
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+
+def _digest(assets: Path) -> bytes:
+    """Of every file that is no weight; the library may read any of them."""
+    state = sha256()
+    for path in sorted(
+        path for path in assets.rglob("*") if path.is_file() and path.suffix != ".safetensors"
+    ):
+        content = path.read_bytes()
+        state.update(f"{path.relative_to(assets)}\0{len(content)}\0".encode())
+        state.update(content)
+    return state.digest()

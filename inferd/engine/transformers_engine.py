@@ -1,7 +1,8 @@
 """`TransformersEngine`: the built-in engine.  A module per slot, one paged KV cache for both.
 
 Sequences choose their slot, so a flip moves nothing here: what `inferd.slots` exchanges is the slot
-that new sequences are given.
+that new sequences are given.  The engine computes where the first version's tensors lie; on a CUDA
+device, a slot's decoding steps are captured when it is warmed, so that a flip captures nothing either.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 import torch
 
 from inferd.engine.blocks import BlockPool, PrefixKey
+from inferd.engine.decode_graphs import DecodeGraphs
 from inferd.engine.detokenize import TextStream
 from inferd.engine.forward import run_forward
 from inferd.engine.kv_cache import KvCache
+from inferd.engine.lanes import Lanes
 from inferd.engine.model import VersionModel, build_model
 from inferd.engine.protocol import (
     SLOTS,
@@ -40,17 +44,23 @@ from shared.ids import VersionTag
 class EngineSettings:
     """How large the engine may grow.  `torch_threads` is for the step thread; None leaves torch's own."""
 
-    kv_cache_bytes: int = 1 << 30
+    # None: 1 GiB on the CPU, on a CUDA device `kv_cache_share` of what is free when the first version is
+    # built.  The rest is for the weights of the next version, its graphs and what a step needs.
+    kv_cache_bytes: int | None = None
+    kv_cache_share: float = 0.5
     block_tokens: int = 16
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting: int = 256
     max_model_len: int | None = None  # None: what the version's positions allow
     torch_threads: int | None = None
+    cuda_graphs: bool = True  # capture decoding steps; nothing on the CPU
 
     def __post_init__(self) -> None:
-        if self.block_tokens < 1 or self.kv_cache_bytes < 1:
+        if self.block_tokens < 1 or (self.kv_cache_bytes is not None and self.kv_cache_bytes < 1):
             raise InvalidRequest("block_tokens and kv_cache_bytes must be at least 1")
+        if not 0 < self.kv_cache_share < 1:
+            raise InvalidRequest("kv_cache_share must lie between 0 and 1")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise InvalidRequest("max_model_len must be at least 2: a prompt token and one to generate")
         self.limits()
@@ -66,7 +76,9 @@ class TransformersEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._models: dict[int, VersionModel] = {}
+        self._graphs: dict[int, DecodeGraphs] = {}
         self._cache: KvCache | None = None
+        self._lanes = Lanes(torch.device("cpu"))  # until the first build says where
         # One build or retirement at a time: the first build decides the geometry of the cache.
         self._slots_change = threading.Lock()
         self._loop = StepLoop(
@@ -74,6 +86,7 @@ class TransformersEngine:
             self._forward,
             self._clear,
             settings.torch_threads,
+            lambda: self._lanes.stepping(),
         )
 
     @property
@@ -92,25 +105,46 @@ class TransformersEngine:
         with self._slots_change:
             if slot in self._models:
                 raise InvariantError(f"slot {slot} still holds {self._models[slot].tag}")
-            model = build_model(tag, tensors, assets, self._settings.max_model_len)
-            self._fit_cache(model)
-            probe_model(model)
+            self._choose_device(tensors)
+            with self._lanes.preparing(slot):
+                model = build_model(tag, tensors, assets, self._settings.max_model_len)
+                self._fit_cache(model)
+                probe_model(model)
             with self._loop.lock:
                 self._models[slot] = model
 
     def warm(self, slot: int) -> WarmReport:
-        return warm_model(self._model(slot))
+        with self._slots_change:
+            model, cache, started = self._model(slot), self._cache, monotonic()
+            if cache is None:
+                raise InvariantError("a slot was warmed before a version was built")
+            with self._lanes.preparing(slot) as lane:
+                tokens = warm_model(model)
+                graphs = None
+                if lane is not None and self._settings.cuda_graphs and slot not in self._graphs:
+                    most = self._settings.max_sequences
+                    graphs = DecodeGraphs.capture(model, cache, lane, most, self.max_model_len(slot))
+            if graphs is not None:
+                with self._loop.lock:
+                    self._graphs[slot] = graphs
+            return WarmReport(len(tokens), monotonic() - started, tokens)
 
     def retire(self, slot: int) -> None:
-        with self._slots_change, self._loop.lock:
-            model = self._model(slot)
-            if self._loop.moving_to(slot):
-                raise InvariantError(f"slot {slot} is retired with sequences moving to it")
-            others = [other.tag.digest for number, other in self._models.items() if number != slot]
-            self._loop.scheduler.forget(
-                slot, PrefixKey.root(model.tag.digest), is_shared=model.tag.digest in others
-            )
-            del self._models[slot]
+        with self._slots_change:
+            with self._loop.lock:
+                model = self._model(slot)
+                if self._loop.moving_to(slot):
+                    raise InvariantError(f"slot {slot} is retired with sequences moving to it")
+                others = [other.tag.digest for number, other in self._models.items() if number != slot]
+                self._loop.scheduler.forget(
+                    slot, PrefixKey.root(model.tag.digest), is_shared=model.tag.digest in others
+                )
+                del self._models[slot]
+                graphs = self._graphs.pop(slot, None)
+            # A step that failed half-way leaves work behind that still reads the weights.
+            self._lanes.finish_steps()
+            if graphs is not None:
+                graphs.close()
             model.forget_weights()
 
     def tokenizer(self, slot: int) -> Tokenizer:
@@ -175,20 +209,42 @@ class TransformersEngine:
                 f"{model.tag.ref} keeps {model.geometry} per token, the KV cache holds {cache.geometry}"
             )
         block_bytes = model.geometry.bytes_per_token * settings.block_tokens
-        blocks = settings.kv_cache_bytes // block_bytes
+        cache_bytes = self._cache_bytes(model.geometry.device)
+        # One block more is made, for padding.
+        blocks = cache_bytes // block_bytes
         if blocks < 1:
-            raise InvalidRequest(
-                f"kv_cache_bytes {settings.kv_cache_bytes} holds no block of {block_bytes} bytes"
-            )
+            raise InvalidRequest(f"kv_cache_bytes {cache_bytes} holds no block of {block_bytes} bytes")
         cache = KvCache(model.geometry, blocks, settings.block_tokens)
         with self._loop.lock:
             # No version is built, so no sequence is there and nothing refers to the old blocks.
             self._cache = cache
             self._loop.scheduler.pool = BlockPool(blocks, settings.block_tokens)
 
+    def _cache_bytes(self, device: torch.device) -> int:
+        settings = self._settings
+        if settings.kv_cache_bytes is not None:
+            return settings.kv_cache_bytes
+        if device.type != "cuda":
+            return 1 << 30
+        self._cache = None  # one of another geometry makes room
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * settings.kv_cache_share)
+
+    def _choose_device(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go where the tensors are, unless a version is there already, whose cache a newcomer must fit."""
+        device = next((tensor.device for tensor in tensors.values()), None)
+        if device is None or self._models or device == self._lanes.device:
+            return
+        lanes = Lanes(device)
+        with self._loop.lock:
+            self._lanes = lanes
+
     def _forward(self, batch: SlotBatch) -> torch.Tensor:
         if self._cache is None:
             raise InvariantError("a step ran before a version was built")
+        graphs = self._graphs.get(batch.slot)
+        if graphs is not None and batch.decodes == len(batch.chunks) <= graphs.most:
+            return graphs.run(batch.chunks)
         return run_forward(self._models[batch.slot], self._cache, batch.chunks, batch.decodes)
 
     def _clear(self, blocks: tuple[int, ...]) -> None:

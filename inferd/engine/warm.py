@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import NoReturn
 
 import torch
@@ -11,8 +10,8 @@ from inferd.engine.blocks import PrefixKey
 from inferd.engine.forward import run_forward
 from inferd.engine.kv_cache import KvCache
 from inferd.engine.model import VersionModel
-from inferd.engine.protocol import WarmReport
 from inferd.engine.scheduler import Chunk, Sequence
+from inferd.engine.transfers import fetch
 from shared.errors import WarmupFailed
 
 _TEXTS = ("The capital of France is", "1, 2, 3, 4,", "def add(a, b):")
@@ -27,10 +26,9 @@ def probe_model(model: VersionModel) -> None:
     _Trial(model, [0]).run()
 
 
-def warm_model(model: VersionModel) -> WarmReport:
-    """Run trial prompts greedily on a small cache of their own, then check every weight.  Raises
-    WarmupFailed on NaN or Inf, naming where it was first seen."""
-    started = monotonic()
+def warm_model(model: VersionModel) -> tuple[int, ...]:
+    """Run trial prompts greedily on a small cache of their own, then check every weight; the first token
+    of each answer.  Raises WarmupFailed on NaN or Inf, naming where it was first seen."""
     first: list[int] = []
     for prompt in _prompts(model):
         trial = _Trial(model, prompt)
@@ -38,7 +36,7 @@ def warm_model(model: VersionModel) -> WarmReport:
         first += chosen[:1]
     # Last, because most broken versions show at once, and a row that no prompt used only here.
     _check_weights(model.module)
-    return WarmReport(prompts=len(first), seconds=monotonic() - started, first_tokens=tuple(first))
+    return tuple(first)
 
 
 def _prompts(model: VersionModel) -> list[list[int]]:
@@ -69,9 +67,10 @@ class _Trial:
     def step(self) -> int:
         """Compute what is pending and append the likeliest token, which is returned."""
         logits = self.run()
-        if not bool(torch.isfinite(logits).all()):
+        is_sound, best = fetch(torch.isfinite(logits).all(), logits.argmax())
+        if not bool(is_sound):
             self._blame()
-        token = int(logits.argmax())
+        token = int(best)
         self._sequence.computed = len(self._sequence.tokens)
         self._sequence.tokens.append(token)
         return token
@@ -108,8 +107,13 @@ class _Trial:
 
 
 def _check_weights(module: torch.nn.Module) -> None:
-    for name, weight in module.named_parameters():
-        at = _first_bad(weight)
+    weights = [(name, weight.detach()) for name, weight in module.named_parameters() if weight.numel()]
+    # NaN and Inf survive the smallest and largest: one pass over each tensor without a temporary, and
+    # one wait for all of them.
+    ends = [end.double() for _, weight in weights for end in torch.aminmax(weight)]
+    (are_sound,) = fetch(torch.isfinite(torch.stack(ends)).view(-1, 2).all(1))
+    for (name, weight), is_sound in zip(weights, are_sound.tolist(), strict=True):
+        at = None if is_sound else _first_bad(weight)
         if at is not None:
             raise WarmupFailed(
                 f"tensor {name!r} holds {_value(weight, at)} at element {at}", module="", tensor=name
