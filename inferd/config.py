@@ -10,6 +10,7 @@ from pydantic import Field
 from inferd.api.settings import ApiSettings
 from inferd.engine.transformers_engine import EngineSettings
 from shared.config_file import ConfigModel
+from shared.memory.selection import BackendName
 from shared.messages import Name
 from shared.run_dir import DEFAULT_RUN_DIR
 
@@ -57,7 +58,7 @@ class InferdConfig(ConfigModel):
     name: Annotated[Name, Field(max_length=32)]  # unique on the host
     model: Name
     run_dir: Path = DEFAULT_RUN_DIR
-    backend: Literal["host"] = "host"
+    backend: BackendName = "host"
     listen: Annotated[str, Field(pattern=r"^(unix:/.+|\[?[0-9A-Za-z.:-]+\]?:[0-9]{1,5})$")] = "127.0.0.1:8000"
     verify_mapped: bool = True  # hash every byte as mapped here before it may serve
     shutdown_timeout_s: Timeout = 30.0  # requests in flight at SIGTERM may take this long

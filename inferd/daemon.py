@@ -26,7 +26,7 @@ from shared.health import HealthServer, LoopPulse
 from shared.http_server import HttpServer
 from shared.ids import VersionTag
 from shared.logs import route_library_logs
-from shared.memory.host import HostBackend
+from shared.memory.selection import open_backend
 from shared.messages import InFlight
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
@@ -68,7 +68,7 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
     """Run inferd until `stop`: refuse, drain, unload, in that order."""
     run_dir = RunDir(config.run_dir)
     registry = new_registry("inferd")
-    backend = HostBackend()
+    backend = open_backend(config.backend)
     engine = TransformersEngine(config.engine.settings())
     route_library_logs()
     watch = ProgressWatch(engine, config.stuck_after_s)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shared.config_file import ConfigModel
+from shared.memory.selection import BackendName
 from shared.messages import Name
 from shared.run_dir import DEFAULT_RUN_DIR
 
@@ -29,7 +30,9 @@ class LoaderdConfig(ConfigModel):
     run_dir: Path = DEFAULT_RUN_DIR
     state_dir: Path = Path("/var/lib/changeover")
     model_roots: Annotated[tuple[Path, ...], Field(min_length=1)]
-    backend: Literal["host"] = "host"
+    backend: BackendName = "host"
+    device: str | None = None  # full UUID of a GPU; may be left out where there is one
+    legacy_ipc: bool = False  # cuda: blocks of legacy CUDA IPC in place of fds, which inferds could write to
     memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None  # weights of all versions together
     slab_bytes: Annotated[int, Field(ge=2 << 20)] = 1 << 30
     admin_group: str | None = None  # may push and roll back, beside root and the daemon's user

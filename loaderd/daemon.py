@@ -50,7 +50,7 @@ from shared.control import (
 from shared.errors import ChangeoverError, ConfigError, InvalidRequest, ResourceError
 from shared.health import HealthServer, LoopPulse
 from shared.ids import Generation, LeaseId, VersionRef
-from shared.memory.host import HostBackend
+from shared.memory.selection import choose_device, open_backend
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
 from shared.run_dir import RunDir, listen_seqpacket
@@ -88,8 +88,8 @@ class Loaderd:
         self._config = config
         self._chronicle = chronicle
         self._supervisor = supervisor
-        self._backend = HostBackend(config.memory_limit_bytes)
-        self._device = self._backend.devices()[0]
+        self._backend = open_backend(config.backend, config.memory_limit_bytes, legacy_ipc=config.legacy_ipc)
+        self._device = choose_device(self._backend, config.device)
         self.slabs = SlabTable()
         versions = VersionTable(chronicle, self.slabs)
         planner = Planner(

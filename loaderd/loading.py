@@ -20,12 +20,12 @@ from loaderd.placement import Placement, ReadExtent
 from loaderd.seal.check import check_tensor
 from loaderd.seal.document import Seal
 from shared._native import crc32_combine
-from shared.digest import LEAF_BYTES, tensor_digest
+from shared.digest import tensor_digest
 from shared.errors import CheckpointError, DigestMismatch, DriverError, Superseded
 from shared.ids import DeviceId, Digest, VersionRef, VersionTag
 from shared.layout import Layout, SlabEntry, TensorEntry
 from shared.memory.backend import MemoryBackend, Slab, WritableSlab
-from shared.resident import ResidentVersion, content_digest
+from shared.resident import Place, ResidentVersion, content_digest, hash_batches, resident_leaves
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -166,42 +166,55 @@ def _verify(
 ) -> Layout:
     """Hash every place once and return the layout; shared places were verified when they were loaded
     and are what the seal promises, by digest."""
-    places = request.placement.places
-    shared = {tensor.tensor: tensor.crc32 for tensor in request.placement.shared}
-    by_place: dict[tuple[int, int, int], list[TensorSource]] = defaultdict(list)
+    by_place: dict[Place, list[TensorSource]] = defaultdict(list)
     for source in request.checkpoint.tensors:
-        place = places[source.name]
-        by_place[(place.slab, place.offset_bytes, source.nbytes)].append(source)
-
-    def check(sources: list[TensorSource]) -> list[TensorEntry]:
-        _check_going(cancelled)
-        first = sources[0]
-        place = places[first.name]
-        if request.seal is not None and first.name in shared:
-            crc, digest = shared[first.name], request.seal.tensors[first.name].digest
+        spot = request.placement.places[source.name]
+        by_place[spot.slab, spot.offset_bytes, source.nbytes].append(source)
+    shared = {tensor.tensor: tensor.crc32 for tensor in request.placement.shared}
+    known: dict[Place, tuple[int, Digest]] = {}
+    unknown: list[Place] = []
+    for place, sources in by_place.items():
+        name = sources[0].name
+        if place[2] == 0:
+            known[place] = (0, tensor_digest(b""))
+        elif request.seal is not None and name in shared:
+            known[place] = (shared[name], request.seal.tensors[name].digest)
         else:
-            crc, digest = _hash_resident(request, slabs, sources, crcs)
-        progress.add_verified(first.nbytes)
-        return [
-            TensorEntry(s.name, s.dtype, s.shape, s.nbytes, place.slab, place.offset_bytes, crc, digest)
-            for s in sources
-        ]
+            unknown.append(place)
 
-    checked = _run_all(check, tuple(by_place.values()), cancelled)
+    def check(batch: list[Place]) -> dict[Place, tuple[int, Digest]]:
+        _check_going(cancelled)
+        found: dict[Place, tuple[int, Digest]] = {}
+        for place, leaves in zip(batch, resident_leaves(batch, slabs), strict=True):
+            found[place] = _check_resident(request, slabs, place, by_place[place], leaves, crcs)
+            progress.add_verified(place[2])
+        return found
+
+    progress.add_verified(sum(place[2] for place in known))
+    for found in _run_all(check, hash_batches(unknown, slabs), cancelled):
+        known.update(found)
+    tensors = [
+        TensorEntry(source.name, source.dtype, source.shape, source.nbytes, *place[:2], *known[place])
+        for place, sources in by_place.items()
+        for source in sources
+    ]
     entries = tuple(SlabEntry(slab.entry.slab_id, slab.entry.device, slab.entry.nbytes) for slab in slabs)
-    tensors = sorted((entry for group in checked for entry in group), key=lambda entry: entry.name)
-    return Layout(entries, tuple(tensors))
+    return Layout(entries, tuple(sorted(tensors, key=lambda entry: entry.name)))
 
 
-def _hash_resident(
-    request: LoadRequest, slabs: tuple[Slab, ...], sources: list[TensorSource], crcs: Mapping[str, int]
+def _check_resident(
+    request: LoadRequest,
+    slabs: tuple[Slab, ...],
+    place: Place,
+    sources: list[TensorSource],
+    leaves: bytes,
+    crcs: Mapping[str, int],
 ) -> tuple[int, Digest]:
+    """CRC32 and digest of a place that was read into; raises DigestMismatch unless they are what was
+    read and what the seal says."""
     first = sources[0]
-    place = request.placement.places[first.name]
-    if first.nbytes == 0:
-        return 0, tensor_digest(b"")
-    slab = slabs[place.slab]
-    crc = slab.crc32(place.offset_bytes, first.nbytes)
+    slab, offset_bytes, nbytes = place
+    crc = slabs[slab].crc32(offset_bytes, nbytes)
     # Of several tensors with one content, the plan had one read.
     read = next(crcs[source.name] for source in sources if source.name in crcs)
     if crc != read:
@@ -211,7 +224,6 @@ def _hash_resident(
             tensor=first.name,
             byte=first.file_offset,
         )
-    leaves = slab.sha256_leaves(place.offset_bytes, first.nbytes, LEAF_BYTES)
     if request.seal is not None:
         for source in sources:
             check_tensor(source, request.seal.tensors[source.name], leaves=leaves, crc32=crc)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -37,9 +37,30 @@ def content_digest(layout: Layout, assets: Mapping[str, bytes]) -> Digest:
     )
 
 
-def resident_digest(tensor: TensorEntry, slab: Slab) -> Digest:
-    """The digest of the bytes that lie at the tensor's place now.  Blocking, without the GIL."""
-    return tensor_digest(slab.sha256_leaves(tensor.offset_bytes, tensor.nbytes, LEAF_BYTES))
+Place = tuple[int, int, int]
+"""Slab (index), offset and bytes: where one tensor, or several with the same content, lie."""
+
+
+def hash_batches(places: Iterable[Place], slabs: Sequence[Slab]) -> list[list[Place]]:
+    """Places of one slab each, as many together as the slab's backend likes to hash in one call."""
+    batches: list[list[Place]] = []
+    filled = 0
+    for place in sorted(places):
+        slab, _, nbytes = place
+        is_next = bool(batches) and batches[-1][0][0] == slab and filled + nbytes <= slabs[slab].batch_bytes
+        if is_next:
+            batches[-1].append(place)
+            filled += nbytes
+        else:
+            batches.append([place])
+            filled = nbytes
+    return batches
+
+
+def resident_leaves(batch: Sequence[Place], slabs: Sequence[Slab]) -> list[bytes]:
+    """Leaves of the bytes that lie at the places of one batch now.  Blocking, without the GIL."""
+    ranges = [(offset, nbytes) for _, offset, nbytes in batch]
+    return slabs[batch[0][0]].sha256_leaves_of(ranges, LEAF_BYTES)
 
 
 def damaged_tensors(
@@ -50,17 +71,24 @@ def damaged_tensors(
     Hashes every distinct place once; `on_verified` gets the bytes of each, on a worker's thread.
     Blocking: about 1 s per 2.5 GB and thread on the host.
     """
-    places: dict[tuple[int, int, int], list[TensorEntry]] = {}
+    places: dict[Place, list[TensorEntry]] = {}
     for tensor in version.layout.tensors:
         places.setdefault((tensor.slab, tensor.offset_bytes, tensor.nbytes), []).append(tensor)
 
-    def check(tensors: list[TensorEntry]) -> list[str]:
-        found = resident_digest(tensors[0], version.slabs[tensors[0].slab])
-        on_verified(tensors[0].nbytes)
-        return [tensor.name for tensor in tensors if tensor.digest != found]
+    def check(batch: list[Place]) -> list[str]:
+        damaged: list[str] = []
+        for place, leaves in zip(batch, resident_leaves(batch, version.slabs), strict=True):
+            found = tensor_digest(leaves)
+            damaged += [tensor.name for tensor in places[place] if tensor.digest != found]
+            on_verified(place[2])
+        return damaged
 
+    batches = hash_batches((place for place in places if place[2]), version.slabs)
     with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hash") as workers:
-        return tuple(sorted(name for names in workers.map(check, places.values()) for name in names))
+        damaged = [name for names in workers.map(check, batches) for name in names]
+    nothing = tensor_digest(b"")
+    empty = (tensor for tensor in version.layout.tensors if tensor.nbytes == 0)
+    return tuple(sorted([*damaged, *(tensor.name for tensor in empty if tensor.digest != nothing)]))
 
 
 def check_identity(version: ResidentVersion, *, hash_bytes: bool) -> None:

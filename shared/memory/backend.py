@@ -38,6 +38,15 @@ class Slab(Protocol):
         leaf may be short, no leaf for `nbytes == 0`.  Blocking, without the GIL."""
         ...
 
+    @property
+    def batch_bytes(self) -> int:
+        """How many bytes are worth hashing in one call of `sha256_leaves_of`; 0 if one range is enough."""
+        ...
+
+    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
+        """`sha256_leaves` of each range (offset, bytes), in one go where that is faster."""
+        ...
+
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor over the resident bytes, no copy, on the slab's device; it keeps the mapping
         alive after `close`.  Reads only: the mapping is not writable.  `dtype` as in TensorEntry."""

@@ -38,6 +38,9 @@ SLOT_BYTES = 4 << 20
 SLOTS_PER_THREAD = 2
 """One is read into while the other is copied from."""
 
+BATCH_BYTES = 4 << 30
+"""Hashed in one launch: enough leaves for every thread of the device, and a bound on what waits for it."""
+
 _LARGEST_SLAB_BYTES = 2**63 - 1
 
 
@@ -75,6 +78,10 @@ class CudaSlab:
         if leaf_bytes <= 0:
             raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
         return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
+
+    @property
+    def batch_bytes(self) -> int:
+        return BATCH_BYTES
 
     def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
         """The leaves of each range (offset, bytes), as `sha256_leaves` gives them, in one go."""

@@ -55,6 +55,13 @@ class HostSlab:
             raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
         return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
 
+    @property
+    def batch_bytes(self) -> int:
+        return 0
+
+    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
+        return [self.sha256_leaves(offset, nbytes, leaf_bytes) for offset, nbytes in ranges]
+
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         # Here, not above: loaderd moves weights and never looks at them, so it needs no torch.
         from torch.utils.dlpack import from_dlpack

@@ -106,6 +106,13 @@ class FakeSlab:
         leaves = (data[at : at + leaf_bytes] for at in range(0, nbytes, leaf_bytes))
         return b"".join(hashlib.sha256(leaf).digest() for leaf in leaves)
 
+    @property
+    def batch_bytes(self) -> int:
+        return self._backend.batch_bytes
+
+    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
+        return [self.sha256_leaves(offset, nbytes, leaf_bytes) for offset, nbytes in ranges]
+
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         import torch
 
@@ -226,6 +233,7 @@ class FakeBackend:
         self.live: set[FakeSlab | FakeWritableSlab] = set()
         self.calls: Counter[Operation] = Counter()
         self.before_read: Callable[[SlabId], None] | None = None
+        self.batch_bytes = 0
         self._failures: dict[tuple[Operation, int], ChangeoverError] = {}
 
     @property

@@ -1,0 +1,44 @@
+"""Which memory backend a configuration names."""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+from shared.errors import ConfigError
+from shared.ids import DeviceId
+from shared.memory.backend import MemoryBackend
+
+BackendName = Literal["host", "cuda"]
+
+
+def open_backend(
+    name: BackendName, limit_bytes: int | None = None, *, legacy_ipc: bool = False
+) -> MemoryBackend:
+    """The backend `name`; raises DriverMissing for `cuda` where there is no driver, and never falls
+    back to another one.  `legacy_ipc` is the `cuda` backend's."""
+    match name:
+        case "host":
+            from shared.memory.host import HostBackend
+
+            return HostBackend(limit_bytes)
+        case "cuda":
+            from shared.memory.cuda import CudaBackend
+
+            return CudaBackend(limit_bytes, legacy_ipc=legacy_ipc)
+        case _:
+            assert_never(name)
+
+
+def choose_device(backend: MemoryBackend, wanted: str | None) -> DeviceId:
+    """The device that weights go to: `wanted` by its full id, or the only one there is.
+
+    Raises ConfigError with the devices there are, for an unknown one and where one must be chosen.
+    """
+    devices = backend.devices()
+    if wanted is not None:
+        if wanted not in devices:
+            raise ConfigError(f"device {wanted!r} is not here; there are {', '.join(devices) or 'none'}")
+        return DeviceId(wanted)
+    if len(devices) != 1:
+        raise ConfigError(f"device: choose one of {', '.join(devices) or 'none'}")
+    return devices[0]
