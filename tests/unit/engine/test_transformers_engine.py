@@ -438,7 +438,15 @@ def test_the_tokenizer_renders_and_refuses_chats(session: EngineSession, tiny_fo
 
 
 @pytest.mark.parametrize(
-    "options", [{"block_tokens": 0}, {"kv_cache_bytes": 0}, {"max_model_len": 1}, {"max_sequences": 1000}]
+    "options",
+    [
+        {"block_tokens": 0},
+        {"kv_cache_bytes": 0},
+        {"kv_cache_share": 0},
+        {"kv_cache_share": 1},
+        {"max_model_len": 1},
+        {"max_sequences": 1000},
+    ],
 )
 def test_settings_that_cannot_work_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest):
