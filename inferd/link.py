@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -280,10 +281,11 @@ class LoaderdLink:
         while True:
             self._changed.clear()
             await channel.send(encode(self._slot_report(), HANDOFF_FRAME_BYTES))
-            try:
-                await asyncio.wait_for(self._changed.wait(), REPORT_EVERY_S)
-            except TimeoutError:
-                continue
+            # Not wait_for: before Python 3.12 it swallows a cancellation that comes with the event, and
+            # the shutdown would wait for this task for ever.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_EVERY_S):
+                    await self._changed.wait()
 
     def _slot_report(self) -> Report:
         load = self._engine.load()
