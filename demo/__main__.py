@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
@@ -17,6 +18,7 @@ from demo.model_source import ModelUnavailableError, Wanted
 from demo.report import build_report, expectations, judge_all
 from demo.run import Options, run_demo
 from demo.table import show_kept, show_report
+from shared.memory.selection import BackendName
 
 _REPORT_VARIABLE = "DEMO_REPORT"
 
@@ -33,6 +35,9 @@ def main() -> int:
         help="auto: SmolLM2 if it can be downloaded, else a tiny generated model",
     )
     parser.add_argument(
+        "--backend", choices=get_args(BackendName), default="host", help="where the weights are (host)"
+    )
+    parser.add_argument(
         "--keep", action="store_true", help="leave both daemons running and show how to use them"
     )
     arguments = parser.parse_args()
@@ -44,7 +49,9 @@ def main() -> int:
         console.print(f"[{time.monotonic() - began:6.1f} s] {text}", markup=False, soft_wrap=True)
 
     try:
-        run, kept = asyncio.run(run_demo(Options(arguments.build, arguments.model, arguments.keep), say))
+        run, kept = asyncio.run(
+            run_demo(Options(arguments.build, arguments.model, arguments.keep, arguments.backend), say)
+        )
     except (DaemonLostError, ModelUnavailableError) as error:
         console.print(f"error: {error}", markup=False, style="bold red", soft_wrap=True)
         return 1

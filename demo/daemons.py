@@ -16,6 +16,7 @@ from typing import Self
 from demo.commands import program
 from demo.models import MODEL
 from shared.errors import ConfigError
+from shared.memory.selection import BackendName
 from shared.run_dir import RUN_DIR_VARIABLE, RunDir
 
 INFERD_NAME = "demo"
@@ -47,12 +48,12 @@ def free_port() -> int:
     return port
 
 
-def loaderd_config(run_dir: Path, state_dir: Path, model_root: Path) -> str:
+def loaderd_config(run_dir: Path, state_dir: Path, model_root: Path, backend: BackendName) -> str:
     """loaderd.toml for the demo."""
     return f"""\
 run_dir = "{run_dir}"
 state_dir = "{state_dir}"
-backend = "host"
+backend = "{backend}"
 model_roots = ["{model_root}"]
 
 [models.{MODEL}]
@@ -60,13 +61,13 @@ verify = "sealed"
 """
 
 
-def inferd_config(run_dir: Path, port: int) -> str:
+def inferd_config(run_dir: Path, port: int, backend: BackendName) -> str:
     """inferd.toml for the demo."""
     return f"""\
 name = "{INFERD_NAME}"
 model = "{MODEL}"
 run_dir = "{run_dir}"
-backend = "host"
+backend = "{backend}"
 listen = "127.0.0.1:{port}"
 
 [engine]

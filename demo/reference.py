@@ -10,9 +10,10 @@ from demo.evidence import Endpoint, Prompt
 
 
 def reference_answers(
-    folder: Path, prompts: Sequence[Prompt], max_tokens: int, cache: Path
+    folder: Path, prompts: Sequence[Prompt], max_tokens: int, cache: Path, device: str
 ) -> dict[str, str]:
-    """Prompt key → greedy text of the checkpoint in `folder`; read from `cache` if made of the same."""
+    """Prompt key → greedy text of the checkpoint in `folder` on `device` (as torch names it); read from
+    `cache` if made of the same."""
     import transformers
 
     asked = {
@@ -26,7 +27,7 @@ def reference_answers(
         if cached["asked"] == asked:
             texts: dict[str, str] = cached["texts"]
             return texts
-    texts = _compute(folder, prompts, max_tokens)
+    texts = _compute(folder, prompts, max_tokens, device)
     cache.parent.mkdir(parents=True, exist_ok=True)
     partial = cache.with_suffix(".part")
     partial.write_text(json.dumps({"asked": asked, "texts": texts}))
@@ -34,14 +35,14 @@ def reference_answers(
     return texts
 
 
-def _compute(folder: Path, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, str]:
+def _compute(folder: Path, prompts: Sequence[Prompt], max_tokens: int, device: str) -> dict[str, str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     texts = {}
     for prompt in prompts:
         if prompt.endpoint is Endpoint.CHAT:
@@ -54,7 +55,7 @@ def _compute(folder: Path, prompts: Sequence[Prompt], max_tokens: int) -> dict[s
         else:
             inputs = tokenizer(prompt.text, return_tensors="pt")
         with torch.inference_mode():
-            tokens = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+            tokens = model.generate(**inputs.to(device), max_new_tokens=max_tokens, do_sample=False)
         new = tokens[0, inputs["input_ids"].shape[1] :]
         texts[prompt.key] = tokenizer.decode(
             new, skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -25,6 +25,7 @@ from demo.probe import probe
 from demo.reference import reference_answers
 from demo.report import DemoRun, Probes, Step, StepKind
 from demo.traffic import MAX_TOKENS, PROMPTS, Traffic, client_plans
+from shared.memory.selection import BackendName
 from shared.run_dir import RunDir
 
 _DONE, _FAILED, _REFUSED = 0, 3, 5  # exit codes of loaderctl, as its --help has them
@@ -40,6 +41,7 @@ class Options:
     build: Path
     wanted: Wanted
     keep: bool
+    backend: BackendName
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +158,16 @@ async def run_demo(options: Options, say: Say) -> tuple[DemoRun, Kept | None]:
     build = options.build.absolute()
     checkpoints = prepare_checkpoints(build, options.wanted, say)
     say(f"model: {checkpoints.source.name}")
-    texts = {version: _references(build, checkpoints, version, say) for version in ("v1", "v2")}
+    texts = {
+        version: _references(build, checkpoints, version, options.backend, say) for version in ("v1", "v2")
+    }
     run_dir = make_run_dir(build / "demo")
     state_dir = run_dir / "state"
     state_dir.mkdir(mode=0o700)
     async with Daemons(run_dir, free_port()) as daemons:
         say(f"starting loaderd and inferd in {run_dir}")
-        await daemons.start("loaderd", loaderd_config(run_dir, state_dir, checkpoints.root))
-        await daemons.start("inferd", inferd_config(run_dir, daemons.port))
+        await daemons.start("loaderd", loaderd_config(run_dir, state_dir, checkpoints.root, options.backend))
+        await daemons.start("inferd", inferd_config(run_dir, daemons.port, options.backend))
         traffic = Traffic(daemons.api, client_plans())
         scenario = Scenario(daemons, checkpoints, traffic, say)
         try:
@@ -195,11 +199,14 @@ async def run_demo(options: Options, say: Say) -> tuple[DemoRun, Kept | None]:
     )
 
 
-def _references(build: Path, checkpoints: Checkpoints, version: str, say: Say) -> dict[str, str]:
-    say(f"computing what {version} must answer, with transformers in float32")
+def _references(
+    build: Path, checkpoints: Checkpoints, version: str, backend: BackendName, say: Say
+) -> dict[str, str]:
+    device = "cuda" if backend == "cuda" else "cpu"
+    say(f"computing what {version} must answer, with transformers in float32 on {device}")
     folder = checkpoints.folder(version)
-    cache = build / "demo" / f"references-{checkpoints.root.name}-{version}.json"
-    return reference_answers(folder, PROMPTS, MAX_TOKENS, cache)
+    cache = build / "demo" / f"references-{device}-{checkpoints.root.name}-{version}.json"
+    return reference_answers(folder, PROMPTS, MAX_TOKENS, cache, device)
 
 
 def _by_tag(steps: list[Step], texts: dict[str, dict[str, str]]) -> References:

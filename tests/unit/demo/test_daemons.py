@@ -92,7 +92,7 @@ def test_the_configurations_are_what_the_daemons_read(tmp_path: Path) -> None:
     from loaderd.config import LoaderdConfig
     from shared.config_file import load_config
 
-    (tmp_path / "loaderd.toml").write_text(loaderd_config(tmp_path, tmp_path / "state", tmp_path))
-    (tmp_path / "inferd.toml").write_text(inferd_config(tmp_path, 8000))
+    (tmp_path / "loaderd.toml").write_text(loaderd_config(tmp_path, tmp_path / "state", tmp_path, "host"))
+    (tmp_path / "inferd.toml").write_text(inferd_config(tmp_path, 8000, "host"))
     load_config(tmp_path / "loaderd.toml", LoaderdConfig)
     load_config(tmp_path / "inferd.toml", InferdConfig)

@@ -30,7 +30,7 @@ def test_its_update_answers_most_prompts_otherwise(tmp_path: Path) -> None:
     texts = []
     for folder in (v1, v2):
         (folder / "seal.json").write_text(folder.name)
-        texts.append(reference_answers(folder, PROMPTS, 8, tmp_path / f"{folder.name}.json"))
+        texts.append(reference_answers(folder, PROMPTS, 8, tmp_path / f"{folder.name}.json", "cpu"))
     differing = sum(texts[0][prompt.key] != texts[1][prompt.key] for prompt in PROMPTS)
     assert differing * 2 > len(PROMPTS)
 
@@ -40,13 +40,13 @@ def test_references_are_computed_again_for_another_seal(tmp_path: Path) -> None:
     folder.mkdir()
     generate_tiny(folder)
     (folder / "seal.json").write_text("1")
-    first = reference_answers(folder, PROMPTS[:1], 4, cache)
+    first = reference_answers(folder, PROMPTS[:1], 4, cache, "cpu")
     cache.write_text(
         cache.read_text().replace(f'"{PROMPTS[0].key}": ', f'"{PROMPTS[0].key}": "cached", "x": ')
     )
-    assert reference_answers(folder, PROMPTS[:1], 4, cache)[PROMPTS[0].key] == "cached"
+    assert reference_answers(folder, PROMPTS[:1], 4, cache, "cpu")[PROMPTS[0].key] == "cached"
     (folder / "seal.json").write_text("2")
-    assert reference_answers(folder, PROMPTS[:1], 4, cache) == first
+    assert reference_answers(folder, PROMPTS[:1], 4, cache, "cpu") == first
 
 
 def test_casting_keeps_every_tensor_and_halves_its_bytes(tmp_path: Path) -> None:
