@@ -103,8 +103,15 @@ class Reconciliation:
                 lease.epoch == deployment.epoch and lease.serving != active.tag
             ):
                 deployment.commit_found(active, Epoch(lease.epoch + 1))
+            times: dict[str, float] = {}
             if not lease.has_prepared(active.tag):
-                await lease.prepare(active.memory, config.prepare_timeout_s, config.drain_timeout_s)
+                done = await lease.prepare(active.memory, config.prepare_timeout_s, config.drain_timeout_s)
+                times = {
+                    "map_s": done.map_s,
+                    "verify_s": done.verify_s,
+                    "build_s": done.build_s,
+                    "warm_s": done.warm_s,
+                }
             await lease.commit(active.tag, deployment.epoch, config.commit_timeout_s)
             self._host.chronicle.record(
                 "inferd.reconciled",
@@ -113,6 +120,7 @@ class Reconciliation:
                 version=active.ref.version,
                 inferd=lease.name,
                 epoch=deployment.epoch,
+                **times,
             )
             await self._drop_needless(lease)
         deployment.collect()
