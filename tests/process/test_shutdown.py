@@ -53,7 +53,7 @@ def test_an_inferd_ends_in_order(host: ServingHost, models: Path) -> None:
 
 def test_an_inferd_that_is_given_its_first_version_ends_in_order(host: ServingHost) -> None:
     """It is ready before it serves; SIGTERM comes while it maps, builds or warms."""
-    assert host.active() is not None
+    host.push("v1")
     for _ in range(3):
         inferd = host.start_inferd()
         assert inferd.terminate() == 0
