@@ -110,7 +110,7 @@ def free_gpu_bytes() -> int:
 def measure(host: ServingHost, nbytes: int, swaps: int, rollbacks: int, backend: str) -> Result:
     """Run the whole sequence on running daemons."""
     result: Result = {"bytes": nbytes}
-    more = f'backend = "{backend}"\nverify_mapped = true'
+    more = f'backend = "{backend}"\nlog_level = "warning"'
     host.start_inferd("a", more=more)
     for version in ("v1", "v2"):
         report = host.push(version)
@@ -138,7 +138,7 @@ def measure(host: ServingHost, nbytes: int, swaps: int, rollbacks: int, backend:
     attached = [entry for entry in host.history(1000) if entry.kind == "inferd.reconciled"]
     result["attach"] = dict(attached[-1].data)
     result["attach_adds_bytes"] = before - free_gpu_bytes()
-    host.inferds.pop("b").stop()
+    host.inferds.pop("b").terminate()
 
     frees = []
     host.push("v1" if host.active() and str(host.active()).startswith("v2") else "v2")
@@ -198,7 +198,8 @@ def main() -> None:
     torch.cuda.empty_cache() if device == "cuda" else None
     print(f"made two versions of {nbytes / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s", flush=True)
     free_at_start = free_gpu_bytes()
-    with serving_host(options.folder, f'backend = "{options.backend}"') as host:
+    quiet = f'backend = "{options.backend}"\nlog_level = "warning"'
+    with serving_host(options.folder, quiet) as host:
         host.start_loaderd()
         result = measure(host, nbytes, options.swaps, options.rollbacks, options.backend)
     result["free_at_start"], result["free_at_end"] = free_at_start, free_gpu_bytes()
