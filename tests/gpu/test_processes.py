@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import zlib
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from shared.ids import DeviceId
 from shared.memory.cuda import CudaBackend
 from tests.gpu.peer import EXPORTED, EXPORTED_BYTES
-from tests.gpu.slabs import decode, encode, make_data, peer, sealed
+from tests.gpu.slabs import ROOT, decode, encode, make_data, peer, sealed
 
 
 def test_another_process_reads_the_bytes_and_cannot_write_them(backend: CudaBackend) -> None:
@@ -78,6 +80,30 @@ def test_legacy_ipc_between_processes(backend: CudaBackend) -> None:
             assert bytes(slab.tensor(0, "U8", (4096,)).cpu().numpy()) == EXPORTED[:4096]
         exporter.send(b".")
         assert exporter.wait() == 0
+
+
+@pytest.mark.parametrize("is_visible", [True, False])
+def test_only_visible_devices_are_seen(gpu: DeviceId, is_visible: bool) -> None:
+    code = (
+        "from shared.errors import DriverError\n"
+        "from shared.memory.cuda import CudaBackend\n"
+        "try: print(*CudaBackend().devices())\n"
+        "except DriverError as error: print(error.call, error.number)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": gpu if is_visible else "",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert answer.stdout.strip() == (gpu if is_visible else "cuInit 100")  # CUDA_ERROR_NO_DEVICE
 
 
 @pytest.mark.parametrize("verb", ["export", "export-legacy"])
