@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Protocol
 
 import structlog
 import zmq
@@ -17,13 +19,21 @@ from shared.messages import cut_text
 log = structlog.get_logger(__name__)
 
 
+class Publisher(Protocol):
+    """Where events go, as a ZeroMQ socket takes them."""
+
+    def send_multipart(self, msg_parts: Sequence[bytes], flags: int = 0) -> object:
+        """Send the frames of one message."""
+        ...
+
+
 class Chronicle:
     """Publishes events on the PUB socket, and journals those that must outlive this process.
 
     Used from the event loop's thread only.
     """
 
-    def __init__(self, journal: Journal, generation: Generation, borrow_publisher: zmq.Socket[bytes]) -> None:
+    def __init__(self, journal: Journal, generation: Generation, borrow_publisher: Publisher) -> None:
         self.journal = journal
         self.generation = generation
         self._publisher = borrow_publisher

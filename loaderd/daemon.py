@@ -22,6 +22,7 @@ from loaderd.chronicle import Chronicle
 from loaderd.config import LoaderdConfig
 from loaderd.control_server import ControlServer
 from loaderd.deployment import Deployment, Host
+from loaderd.event_socket import EventSocket
 from loaderd.handoff_server import HandoffServer
 from loaderd.inquiries import Inquiries
 from loaderd.journal import Journal
@@ -65,12 +66,6 @@ SOCKET_MODE = 0o666
 QUEUED_REPLIES = 8
 """Replies that wait for a client that does not read, before its further ones are dropped, and requests
 that are taken from one ahead of their turn.  Each may have CONTROL_FRAME_BYTES."""
-
-QUEUED_EVENTS = 4_000
-"""Events that wait for a slow subscriber before its further ones are dropped; a few hundred bytes each."""
-
-SUBSCRIPTION_BYTES = 1024
-"""Longest frame that a subscriber may send: a prefix of event names."""
 
 MAINTAIN_EVERY_S = 2.0
 
@@ -283,11 +278,8 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
         router = zmq.asyncio.Context.shadow(context.underlying).socket(zmq.ROUTER)
         router.setsockopt(zmq.SNDHWM, QUEUED_REPLIES)
         router.setsockopt(zmq.RCVHWM, QUEUED_REPLIES)
-        stack.enter_context(_bound(router, run_dir.control, CONTROL_FRAME_BYTES))
-        # Not an asyncio socket: PUB never waits, it drops.
-        publisher = context.socket(zmq.PUB)
-        publisher.setsockopt(zmq.SNDHWM, QUEUED_EVENTS)
-        stack.enter_context(_bound(publisher, run_dir.events, SUBSCRIPTION_BYTES))
+        stack.enter_context(_bound(router, run_dir.control))
+        publisher = stack.enter_context(EventSocket(context, run_dir.events, SOCKET_MODE))
         chronicle = Chronicle(journal, Generation(str(uuid.uuid4())), publisher)
         listener = stack.enter_context(listen_seqpacket(run_dir.handoff, SOCKET_MODE))
         stack.callback(run_dir.handoff.unlink, missing_ok=True)
@@ -329,12 +321,11 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
 
 
 @contextmanager
-def _bound(take_socket: zmq.Socket[Any], path: Path, received_bytes: int) -> Iterator[None]:
-    """Bind a ZeroMQ socket for the time of the block; the file goes with it.  A peer that sends a frame
-    of more than `received_bytes` loses its connection."""
+def _bound(take_socket: zmq.Socket[Any], path: Path) -> Iterator[None]:
+    """Bind a ZeroMQ socket for the time of the block; the file goes with it."""
     with closing(take_socket):
         take_socket.setsockopt(zmq.LINGER, 0)
-        take_socket.setsockopt(zmq.MAXMSGSIZE, received_bytes)
+        take_socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_FRAME_BYTES)
         take_socket.bind(f"ipc://{path}")
         path.chmod(SOCKET_MODE)
         try:
