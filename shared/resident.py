@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from shared.ids import Digest, VersionTag
 from shared.layout import Layout, TensorEntry
 from shared.memory.backend import Slab
 
-HASHING_THREADS = 2
+HASHING_THREADS = os.cpu_count() or 1
 """Leaves of different tensors are hashed side by side; hashing holds no GIL."""
 
 
