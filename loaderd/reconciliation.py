@@ -12,6 +12,7 @@ from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent
 from loaderd.versions import Version
 from shared.errors import ChangeoverError, ProtocolError
+from shared.handoff import Prepared
 from shared.ids import Epoch, VersionTag
 
 EPOCH_LEAP = 1 << 32
@@ -103,15 +104,9 @@ class Reconciliation:
                 lease.epoch == deployment.epoch and lease.serving != active.tag
             ):
                 deployment.commit_found(active, Epoch(lease.epoch + 1))
-            times: dict[str, float] = {}
+            done: Prepared | None = None
             if not lease.has_prepared(active.tag):
                 done = await lease.prepare(active.memory, config.prepare_timeout_s, config.drain_timeout_s)
-                times = {
-                    "map_s": done.map_s,
-                    "verify_s": done.verify_s,
-                    "build_s": done.build_s,
-                    "warm_s": done.warm_s,
-                }
             await lease.commit(active.tag, deployment.epoch, config.commit_timeout_s)
             self._host.chronicle.record(
                 "inferd.reconciled",
@@ -120,7 +115,10 @@ class Reconciliation:
                 version=active.ref.version,
                 inferd=lease.name,
                 epoch=deployment.epoch,
-                **times,
+                map_s=done.map_s if done is not None else 0.0,
+                prepare_s=done.map_s + done.verify_s + done.build_s + done.warm_s
+                if done is not None
+                else 0.0,
             )
             await self._drop_needless(lease)
         deployment.collect()
