@@ -72,13 +72,18 @@ class Puppet:
 
     def hear(self, kind: str) -> dict[str, Any]:
         """The next message, which must be of this kind; fds with it are closed."""
-        frame, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 128)
+        message, fds = self.hear_with_fds(kind)
         for fd in fds:
             os.close(fd)
+        return message
+
+    def hear_with_fds(self, kind: str) -> tuple[dict[str, Any], list[int]]:
+        """The next message, which must be of this kind, and its fds, which the caller closes."""
+        frame, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 128)
         assert frame, f"the connection ended where {kind} was due"
         message: dict[str, Any] = msgpack.unpackb(frame)
         assert message["kind"] == kind, message
-        return message
+        return message, fds
 
     def hear_end(self) -> None:
         """The connection must end here."""
@@ -123,7 +128,7 @@ def serving(tag: VersionTag, epoch: int = 1, slot: int = 0) -> dict[str, Any]:
 def host(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingHost]:
     """A loaderd without inferds; each test has a model of its own."""
     root = tmp_path_factory.mktemp("attacked")
-    for model in (MODEL, "first"):
+    for model in (MODEL, "first", "lent", "twin"):
         shutil.copytree(models / "tiny-v1", root / f"{model}-v1")
     with serving_host(root) as host:
         host.start_loaderd()
@@ -226,3 +231,32 @@ def test_the_same_refusal_is_journaled_once(host: ServingHost) -> None:
         with Puppet(host, "wrong", backend="cuda") as puppet:
             puppet.hear("refused")
     assert len(events_of(host, "lease.refused", "wrong")) == 1
+
+
+def test_content_that_is_handed_back_while_it_is_loaded_is_resident_once(host: ServingHost) -> None:
+    """Both would become active otherwise, one of them as the way back to the other."""
+    with Puppet(host, "lent") as lender:
+        lender.hear("welcome")
+        host.start_push_of("lent-v1")
+        prepare, tables = lender.hear_with_fds("prepare")
+        batch, slabs = lender.hear_with_fds("slab_batch")
+        held = {"tag": prepare["tag"] | {"model": "twin"}, "slot": 0, "state": "serving", "epoch": 1}
+        with Puppet(host, "twin", name="other", held=[held], epoch=1) as puppet:
+            puppet.hear("welcome")
+            request = puppet.hear("hand_back")
+            operation = host.start_push_of("twin-v1")
+            host.awaited(
+                lambda: host.operation(operation).verify_s, "the load, which waits for the slots then"
+            )
+            first = {"kind": "handed_back", "request_id": request["request_id"], "tag": request["tag"]}
+            puppet.say(first | {"slabs": prepare["slabs"]}, tables)
+            puppet.say(batch | {"request_id": request["request_id"]}, slabs)
+            report = host.done(operation)
+            assert report.warnings[-1].endswith("serves already; nothing was changed")
+            status = host.status()
+            (version,) = (version for version in status.versions if version.tag.model == "twin")
+            assert version.state == "active"
+            twin = next(model for model in status.models if model.model == "twin")
+            assert (twin.epoch, twin.retained) == (1, None)
+    for fd in (*tables, *slabs):
+        os.close(fd)
