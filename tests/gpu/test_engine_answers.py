@@ -169,14 +169,14 @@ def test_bfloat16_answers_with_and_without_graphs(session: EngineSession, tmp_pa
     assert answers_of(session, captured, PROMPTS, one) == answers_of(session, eager, PROMPTS, one)
 
 
-def test_tf32_is_refused(
-    session: EngineSession, folder: Path, two: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tf32_is_refused(session: EngineSession, folder: Path, two: list[dict[str, torch.Tensor]]) -> None:
     engine = session.open()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    with pytest.raises(InvalidRequest, match="TF32"):
-        session.build(engine, 0, two[0], folder, "0")
-    monkeypatch.undo()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with pytest.raises(InvalidRequest, match="TF32"):
+            session.build(engine, 0, two[0], folder, "0")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
     session.build(engine, 0, two[0], folder, "0")
 
 

@@ -212,7 +212,12 @@ def test_rollback_needs_no_plan(tmp_path: Path) -> None:
             ]
         )
         ran = run(tmp_path, "rollback", "--to", "v1")
-        assert daemon.asked[0].body.model_dump() == {"verb": "rollback", "model": None, "to": "v1"}
+        assert daemon.asked[0].body.model_dump() == {
+            "verb": "rollback",
+            "model": None,
+            "to": "v1",
+            "in_flight": "finish",
+        }
     assert (ran.code, ran.stderr) == (0, "")
     assert f"done: rollback of smollm2-v1 serves ({OPERATION})" in ran.stdout
     assert "loading" not in ran.stdout
