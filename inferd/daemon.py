@@ -69,6 +69,8 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
     run_dir = RunDir(config.run_dir)
     registry = new_registry("inferd")
     backend = open_backend(config.backend)
+    for device in backend.devices():
+        backend.free_bytes(device)  # a GPU's context takes 0.2 s to make: now, not in the first prepare
     engine = TransformersEngine(config.engine.settings())
     route_library_logs()
     watch = ProgressWatch(engine, config.stuck_after_s)
