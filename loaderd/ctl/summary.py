@@ -55,10 +55,9 @@ def outcome_lines(conclusion: Conclusion, said: Container[str] = ()) -> Iterator
     report = conclusion.report
     if report is None or report.state == "running":
         return
-    verb = {"done": "done", "rolled_back": "rolled back"}.get(report.state, report.state)
     style = _OUTCOME_STYLE.get(conclusion.code, "bold red")
     serves = " serves" if report.state == "done" else ""
-    yield Line(f"{verb}: {report.kind} of {version_name(report)}{serves} ({report.operation})", style)
+    yield Line(f"{report.state}: {report.kind} of {version_name(report)}{serves} ({report.operation})", style)
     if report.digest is not None:
         yield Line(f"  digest   {report.digest}")
     if report.epoch is not None:

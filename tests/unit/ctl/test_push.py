@@ -113,7 +113,6 @@ def test_a_refusal_is_exit_5_with_each_reason_on_its_line(
             3,
             "error: a.safetensors: x: wrong [digest_mismatch]",
         ),
-        (reports.ended("rolled_back"), 3, "error: push of smollm2-v2 ended as rolled_back"),
         (reports.ended("refused", error=reports.wire_error("refused", "no room left")), 5, "no room left"),
         (reports.ended("superseded"), 8, "a newer push of smollm2 took the place"),
     ],

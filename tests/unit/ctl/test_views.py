@@ -94,9 +94,9 @@ def test_a_plan_that_does_not_fit_or_gives_up_the_way_back_says_so() -> None:
 
 
 def test_a_failure_without_a_cause_is_still_told() -> None:
-    report = reports.ended("rolled_back")
+    report = reports.ended("failed", error=None)
     assert failure(Conclusion(ExitCode.FAILED, OPERATION, report)) == (
-        "push of smollm2-v2 ended as rolled_back, no cause was given"
+        "push of smollm2-v2 ended as failed, no cause was given"
     )
 
 
