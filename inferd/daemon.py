@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from inferd.link import Identity, LoaderdLink
 from inferd.metrics import InferdMetrics
 from inferd.preparation import Preparer
 from inferd.slots import Slots
-from shared.errors import ConfigError, DriverError
+from shared.errors import ConfigError, ResourceError
 from shared.health import HealthServer, LoopPulse
 from shared.http_server import HttpServer
 from shared.ids import VersionTag
@@ -191,6 +190,6 @@ def _listen(address: str) -> Iterator[socket.socket]:
             listener_socket.bind(where)
             listener_socket.listen(1024)
         except OSError as error:
-            raise DriverError(f"bind({address})", error.errno or 0, os.strerror(error.errno or 0)) from error
+            raise ResourceError(f"cannot listen on {address}: {error.strerror}", listen=address) from error
         listener_socket.setblocking(False)
         yield listener_socket

@@ -72,6 +72,8 @@ def outcome_lines(conclusion: Conclusion, said: Container[str] = ()) -> Iterator
         yield Line(f"  times    {', '.join(known)}")
     if report.inferds_total:
         yield Line(f"  inferds  {report.inferds_committed} of {report.inferds_total} committed")
+    elif report.state == "done" and report.commit_s:
+        yield Line("  inferds  none is attached; those that attach later are given it", "yellow")
     if report.requests_turned:
         yield Line(f"  requests {report.requests_turned} that ran at the flip: {report.in_flight}")
     if report.flip_ns:

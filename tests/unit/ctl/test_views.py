@@ -11,7 +11,7 @@ from loaderd.ctl.exit_codes import ExitCode, exit_code_of
 from loaderd.ctl.follow import Conclusion
 from loaderd.ctl.live_view import LiveView
 from loaderd.ctl.operation_view import JsonView, LineView
-from loaderd.ctl.summary import failure, plan_lines, version_name
+from loaderd.ctl.summary import failure, outcome_lines, plan_lines, version_name
 from loaderd.ctl.terminal import OutputClosedError, Terminal
 from shared.errors import (
     ChangeoverError,
@@ -91,6 +91,12 @@ def test_a_plan_that_gives_up_the_way_back_says_so() -> None:
     lines = [line.text for line in plan_lines(reports.plan(free_bytes=MIB, sweep_first=True))]
     assert any("allocate 64.0 MiB of 1.0 MiB free, peak of all weights 66.0 MiB" in line for line in lines)
     assert any("cannot be rolled back to" in line for line in lines)
+
+
+def test_a_push_that_nobody_serves_says_so() -> None:
+    alone = reports.ended("done", inferds_total=0, inferds_committed=0, flip_ns=())
+    lines = [line.text for line in outcome_lines(Conclusion(ExitCode.DONE, OPERATION, alone))]
+    assert "  inferds  none is attached; those that attach later are given it" in lines
 
 
 def test_a_failure_without_a_cause_is_still_told() -> None:
