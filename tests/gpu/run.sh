@@ -41,7 +41,7 @@ build() {
 case $part in
   all)
     step tests 200 "$python" -m pytest -q tests/gpu tests/unit/memory/test_backend_contract.py
-    step bench 200 "$python" -m tests.bench.cuda --json "$out/cuda.json"
+    step bench 260 "$python" -m tests.bench.cuda --json "$out/cuda.json"
     ;;
   several)
     step several 120 "$python" -m pytest -q tests/gpu/test_several_gpus.py tests/unit/memory/test_backend_contract.py

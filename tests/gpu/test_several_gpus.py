@@ -111,14 +111,16 @@ def test_memory_of_one_gpu_is_not_imported_as_anothers(
 
 
 def test_replicas_leave_memory_where_it_was(backend: CudaBackend, gpus: tuple[DeviceId, ...]) -> None:
-    with sealed(backend, make_data(STEP_BYTES)) as slab:
+    with sealed(backend, make_data(8 * STEP_BYTES)) as slab:
         for replica in replicas(backend, slab, gpus):
             replica.close()  # contexts and links are set up now
         free = [backend.free_bytes(device) for device in gpus]
         for _ in range(20):
             for replica in replicas(backend, slab, gpus):
                 replica.close()
-        assert [backend.free_bytes(device) for device in gpus] == free
+        # The driver may keep a page table more; a replica that stayed would be more than that.
+        for device, before in zip(gpus, free, strict=True):
+            assert backend.free_bytes(device) > before - slab.entry.nbytes
     assert backend.used_bytes == 0
 
 

@@ -289,7 +289,9 @@ Result set_access(cuda::DevicePointer address, std::size_t nbytes, const cuda::A
   for (std::uint64_t at = address; at < address + nbytes; at += s.mappings[at].nbytes) {
     CHECK(s.mappings.contains(at));
     const Mapped& mapped = s.mappings[at];
-    CHECK(s.has_peer_access || mapped.memory->device == description->location.id);
+    const bool is_own = mapped.memory->device == description->location.id;
+    // This code has no business in letting a device write to another's memory.
+    CHECK(is_own || (s.has_peer_access && description->flags == cuda::kAccessRead));
     s.mappings[at].access.at(device) = description->flags;
   }
   const int protection = description->flags == cuda::kAccessReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
