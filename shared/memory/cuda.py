@@ -25,6 +25,7 @@ from shared.digest import SHA256_BYTES
 from shared.errors import InvalidRequest, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
+from shared.memory.backend import Slab
 from shared.memory.nvrtc import nvrtc_libraries
 from shared.memory.ranges import check_range
 from shared.tensor_size import tensor_nbytes
@@ -60,7 +61,7 @@ class CudaSlab:
 
     @property
     def native(self) -> _native.CudaSlab:
-        """For `RemappedRegion`; owned by this slab."""
+        """For `RemappedRegion` and copies; owned by this slab."""
         return self._native
 
     def borrow_fd(self) -> int:
@@ -149,6 +150,10 @@ class WritableCudaSlab:
             raise InvariantError(f"a file has no byte {file_offset}")
         return self._native.read_file(fd, file_offset, offset_bytes, nbytes)
 
+    def copy_from(self, slab: CudaSlab) -> None:
+        """Fill all of it from a slab of the same size, on this device or another.  Blocking."""
+        self._native.copy_from(slab.native)
+
     def seal(self) -> CudaSlab:
         return CudaSlab(self._entry, self._native.seal())
 
@@ -234,6 +239,15 @@ class CudaBackend:
                 self._budget, staging, entry.slab_id, entry.nbytes, self._legacy_ipc
             )
         return WritableCudaSlab(entry, native)
+
+    def replicate(self, slab: Slab, device: DeviceId) -> CudaSlab:
+        """As `backend.MemoryBackend`: over NVLink or PCIe where the GPUs reach each other's memory
+        (native/cuda_copy.hpp), else as the driver finds a way."""
+        if not isinstance(slab, CudaSlab):
+            raise InvariantError(f"slab {slab.entry.slab_id} is not one of the cuda backend")
+        with self.create_slab(device, slab.entry.nbytes) as replica:
+            replica.copy_from(slab)
+            return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> CudaSlab:
         """As `backend.MemoryBackend`.  A slab of legacy IPC can be imported in other processes only."""
