@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -25,6 +26,22 @@ class Publisher(Protocol):
     def send_multipart(self, msg_parts: Sequence[bytes], flags: int = 0) -> object:
         """Send the frames of one message."""
         ...
+
+
+TROUBLE = frozenset(
+    {
+        "inferd.not_reconciled",
+        "inferd.not_retained",
+        "inferd.release_failed",
+        "lease.closed",
+        "lease.refused",
+        "push.refused",
+        "restore.refused",
+        "rollout.straggler",
+        "version.damaged",
+    }
+)
+"""Kinds that an operator who reads warnings only must see."""
 
 
 class Chronicle:
@@ -61,7 +78,15 @@ class Chronicle:
             )
         except ResourceError as error:
             log.error("history.gap", kind=kind, error=error.message)
-        log.info(kind, text=text, model=model, version=version, operation=operation, **data)
+        about = {"model": model, "version": version, "operation": operation}
+        is_trouble = kind in TROUBLE or data.get("state") in ("failed", "refused")
+        log.log(
+            logging.WARNING if is_trouble else logging.INFO,
+            kind,
+            text=text,
+            **{key: value for key, value in about.items() if value},
+            **data,
+        )
         self.publish(kind, text, model=model, version=version, operation=operation, **data)
 
     def publish(

@@ -133,6 +133,9 @@ class Loaderd:
             active, retained = (known.active, known.retained) if known is not None else (None, None)
             plan = self._host.planner.plan(opened, active, retained)
             report = plan_report(plan, opened)
+            if not any(lease.model == ref.model for lease in self.handoff.leases.values()):
+                warning = f"no inferd of {ref.model} is attached: the version will wait for one"
+                report = report.model_copy(update={"warnings": (*report.warnings, warning)})
             if body.dry_run or plan.verdict is not PlanVerdict.HOT:
                 if not body.dry_run:
                     self._chronicle.record(
@@ -148,7 +151,10 @@ class Loaderd:
 
     async def rollback(self, body: Rollback) -> RollbackReply:
         """Start to commit a version that is still resident."""
-        operation = self._named_deployment(body.model).rollback(body.to, body.in_flight)
+        model = body.model
+        if model is None and body.to is not None:
+            model = next((d.model for d in self.deployments.values() if d.has(body.to)), None)
+        operation = self._named_deployment(model).rollback(body.to, body.in_flight)
         return RollbackReply(operation=operation.id)
 
     def _named_deployment(self, model: str | None) -> Deployment:

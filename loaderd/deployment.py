@@ -210,6 +210,10 @@ class Deployment:
         self._host.spawn(self._run(operation, self._roll_back(operation, target), None))
         return operation
 
+    def has(self, folder: str) -> bool:
+        """Whether `folder`, as a version of this model is named in full, is active or retained here."""
+        return any(v is not None and str(v.ref) == folder for v in (self.active, self.retained))
+
     def _rollback_target(self, to: str | None) -> Version:
         if to is None:
             if self.retained is None:

@@ -11,7 +11,7 @@ from loaderd.journal import Committed
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent
 from loaderd.versions import Version
-from shared.errors import ChangeoverError, ProtocolError
+from shared.errors import ChangeoverError, ProtocolError, UnknownVersion
 from shared.handoff import Prepared
 from shared.ids import Epoch, VersionTag
 
@@ -150,8 +150,13 @@ class Reconciliation:
         if committed is None or self._deployment.active is not None:
             return
         ref = committed.tag.ref
+        usual, other = ref.folders
         try:
-            opened = await self._host.planner.open(str(ref), ref, self._deployment.config)
+            try:
+                opened = await self._host.planner.open(usual, ref, self._deployment.config)
+            except UnknownVersion:
+                # Pushed with the model named; whichever folder it is, its digest is held to the journal's.
+                opened = await self._host.planner.open(other, ref, self._deployment.config)
         except ChangeoverError as error:
             self._host.chronicle.record(
                 "restore.refused", error.message, model=ref.model, version=ref.version

@@ -80,6 +80,11 @@ class VersionRef:
         version = folder[len(prefix) :] if folder.startswith(prefix) else folder
         return cls(model, check_name(version, "version"))
 
+    @property
+    def folders(self) -> tuple[str, str]:
+        """The folder names that `of` makes this version of."""
+        return str(self), self.version
+
     def __str__(self) -> str:
         return f"{self.model}-{self.version}"
 
