@@ -23,11 +23,13 @@ from loaderd.config import LoaderdConfig
 from loaderd.control_server import ControlServer
 from loaderd.deployment import Deployment, Host
 from loaderd.event_socket import EventSocket
+from loaderd.gpu_watch import GpuWatch
 from loaderd.handoff_server import HandoffServer
 from loaderd.inquiries import Inquiries
 from loaderd.journal import Journal
 from loaderd.leases import Lease
 from loaderd.metrics import LoaderdMetrics
+from loaderd.nvml import open_nvml
 from loaderd.operations import Operations
 from loaderd.placement import PlacementRules
 from loaderd.plan import Verdict as PlanVerdict
@@ -85,6 +87,8 @@ class Loaderd:
         self._supervisor = supervisor
         self._backend = open_backend(config.backend, config.memory_limit_bytes, legacy_ipc=config.legacy_ipc)
         self._device = choose_device(self._backend, config.device)
+        nvml = open_nvml() if config.backend == "cuda" else None
+        self.gpus = GpuWatch(nvml, (self._device,), chronicle)
         self.slabs = SlabTable()
         versions = VersionTable(chronicle, self.slabs)
         planner = Planner(
@@ -94,6 +98,7 @@ class Loaderd:
             versions,
             PlacementRules(slab_bytes=config.slab_bytes),
             config.memory_limit_bytes,
+            self.gpus,
         )
         self.handoff = HandoffServer(
             chronicle.generation, self.policy(), self._backend, chronicle, holder=self
@@ -105,6 +110,7 @@ class Loaderd:
             planner,
             self._backend,
             self._device,
+            self.gpus,
             self.handoff.leases,
             self._spawn,
         )
@@ -312,6 +318,8 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             supervisor.start(loaderd.handoff.run(listener), name="handoff")
             supervisor.start(control.run(), name="control")
             supervisor.start(loaderd.maintain(), name="maintain")
+            if loaderd.gpus.has_nvml:
+                supervisor.start(loaderd.gpus.run(), name="gpus")
             supervisor.start(notifier.feed_watchdog(lambda: pulse.verdict().is_ok), name="watchdog")
             chronicle.record("daemon.started", "loaderd is ready", pid=os.getpid())
             notifier.ready("ready")

@@ -27,6 +27,7 @@ from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.nvrtc import nvrtc_libraries
 from shared.memory.ranges import check_range
+from shared.memory.usage import DeviceUsage
 from shared.tensor_size import tensor_nbytes
 
 if TYPE_CHECKING:
@@ -215,6 +216,12 @@ class CudaBackend:
         free, _ = _native.cuda_memory(device)
         step = _native.cuda_granularity(device)
         return min(free, self._budget.free_bytes) // step * step
+
+    def usage(self, device: DeviceId) -> DeviceUsage:
+        """As `free_bytes`.  One slab can take all that is free: its pages need not lie together."""
+        free_bytes = self.free_bytes(device)
+        _, total_bytes = _native.cuda_memory(device)
+        return DeviceUsage(free_bytes, free_bytes, total_bytes)
 
     def create_slab(self, device: DeviceId, nbytes: int) -> WritableCudaSlab:
         """Allocate at least `nbytes`: rounded up to the device's granularity.  Blocking."""
