@@ -53,7 +53,7 @@ from shared.control import (
 from shared.errors import ChangeoverError, ConfigError, InvalidRequest, ResourceError
 from shared.health import HealthServer, LoopPulse
 from shared.ids import Generation, LeaseId, VersionRef
-from shared.memory.selection import choose_device, open_backend
+from shared.memory.selection import choose_device, open_backend, reserve_pool
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
 from shared.run_dir import RunDir, listen_seqpacket
@@ -87,6 +87,8 @@ class Loaderd:
         self._supervisor = supervisor
         self._backend = open_backend(config.backend, config.memory_limit_bytes, legacy_ipc=config.legacy_ipc)
         self._device = choose_device(self._backend, config.device)
+        if config.pool_bytes is not None:
+            self._reserve(config.pool_bytes)
         nvml = open_nvml() if config.backend == "cuda" else None
         self.gpus = GpuWatch(nvml, (self._device,), chronicle)
         self.slabs = SlabTable()
@@ -118,6 +120,18 @@ class Loaderd:
         self._reconciliations: dict[str, Reconciliation] = {}
         self.inquiries = Inquiries(self._host, self.deployments, config.model_roots)
         self._attempts: dict[LeaseId, tuple[int, float]] = {}  # failures, and when to try again
+
+    def _reserve(self, pool_bytes: int) -> None:
+        missing = reserve_pool(self._backend, self._device, pool_bytes)
+        if missing > 0:
+            # No reason to end: what is missing may be what inferds still hold of loaderd's last life.
+            self._chronicle.record(
+                "pool.short",
+                f"{missing} of the pool's {pool_bytes} bytes are held by others until they are free",
+                device=self._device,
+                pool_bytes=pool_bytes,
+                missing_bytes=missing,
+            )
 
     def policy(self) -> Policy:
         """Who may do what; raises ConfigError for a group that does not exist."""
@@ -214,6 +228,9 @@ class Loaderd:
         again, with longer waits."""
         while True:
             await asyncio.sleep(MAINTAIN_EVERY_S)
+            if self._config.pool_bytes is not None:
+                # Asking has the pool take back what readers have let go of.
+                self._backend.free_bytes(self._device)
             for lease in tuple(self.handoff.leases.values()):
                 if lease.count_silence() >= SILENT_LOOKS:
                     self._end_silent(lease)

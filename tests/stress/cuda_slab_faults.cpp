@@ -13,6 +13,7 @@
 #include "check.hpp"
 #include "crc32.hpp"
 #include "cuda_release.hpp"
+#include "cuda_reserve.hpp"
 #include "cuda_slab.hpp"
 #include "error.hpp"
 #include "fake_cuda.hpp"
@@ -25,6 +26,7 @@ namespace {
 
 constexpr std::uint64_t kStepBytes = std::uint64_t{2} << 20;
 constexpr std::uint64_t kSlotBytes = 64 << 10;
+constexpr std::uint64_t kDeviceBytes = std::uint64_t{1} << 30;  // of the fake driver
 constexpr int kPlanted = 719;
 
 class File {
@@ -198,6 +200,28 @@ void every_failure_unwinds() {
   CHECK(calls > 100);
 }
 
+void a_reserve_holds_what_there_is() {
+  CHECK_THROWS(CudaReserve(device(), kStepBytes + 1), Misuse);
+  CHECK_THROWS(CudaReserve(device(), 0), Misuse);
+  fake_cuda().set_free_bytes(3 * kStepBytes + 1);
+  {
+    CudaReserve reserve(device(), kStepBytes);
+    CHECK(reserve.resize(5) == 3 && reserve.pieces() == 3 && fake_cuda().live() == 3);
+    CHECK(device().memory().free_bytes == 1);
+    CHECK(reserve.resize(1) == 1 && fake_cuda().live() == 1);
+    CHECK(device().memory().free_bytes == 2 * kStepBytes + 1);
+    CHECK(reserve.resize(2) == 2);
+  }
+  CHECK(device().memory().free_bytes == 3 * kStepBytes + 1);
+  fake_cuda().set_free_bytes(kDeviceBytes);
+  const int calls = break_everywhere([] {
+    CudaReserve reserve(device(), kStepBytes);
+    reserve.resize(3);
+    reserve.resize(1);
+  });
+  CHECK(calls >= 3);
+}
+
 void a_failed_exchange_puts_the_old_slabs_back() {
   const auto budget = std::make_shared<Budget>(std::nullopt);
   const File old_file(kStepBytes, 1);
@@ -278,6 +302,7 @@ int main() {
   foreign_memory_is_refused();
   what_does_not_fit_says_so();
   every_failure_unwinds();
+  a_reserve_holds_what_there_is();
   a_failed_exchange_puts_the_old_slabs_back();
   readers_race_with_close();
 }

@@ -59,6 +59,7 @@ PURE = (
     "shared.life",
     "shared.memory.backend",
     "shared.memory.dtypes",
+    "shared.memory.pool",
     "shared.memory.ranges",
     "shared.memory.usage",
     "shared.messages",
