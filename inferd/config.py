@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from inferd.api.settings import ApiSettings
 from inferd.engine.transformers_engine import EngineSettings
@@ -66,3 +66,11 @@ class InferdConfig(ConfigModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     engine: EngineConfig = EngineConfig()
     api: ApiConfig = ApiConfig()
+
+    @field_validator("listen")
+    @classmethod
+    def _port_exists(cls, listen: str) -> str:
+        # The kernel would take the number modulo 65536.
+        if not listen.startswith("unix:") and int(listen.rpartition(":")[2]) > 65535:
+            raise ValueError("a port is at most 65535")
+        return listen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from inferd.link import Identity, LoaderdLink
 from inferd.metrics import InferdMetrics
 from inferd.preparation import Preparer
 from inferd.slots import Slots
-from shared.errors import ConfigError, DriverError
+from shared.errors import ConfigError, ResourceError
 from shared.health import HealthServer, LoopPulse
 from shared.http_server import HttpServer
 from shared.ids import VersionTag
@@ -69,6 +68,8 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
     run_dir = RunDir(config.run_dir)
     registry = new_registry("inferd")
     backend = open_backend(config.backend)
+    for device in backend.devices():
+        backend.free_bytes(device)  # a GPU's context takes 0.2 s to make: now, not in the first prepare
     engine = TransformersEngine(config.engine.settings())
     route_library_logs()
     watch = ProgressWatch(engine, config.stuck_after_s)
@@ -189,6 +190,6 @@ def _listen(address: str) -> Iterator[socket.socket]:
             listener_socket.bind(where)
             listener_socket.listen(1024)
         except OSError as error:
-            raise DriverError(f"bind({address})", error.errno or 0, os.strerror(error.errno or 0)) from error
+            raise ResourceError(f"cannot listen on {address}: {error.strerror}", listen=address) from error
         listener_socket.setblocking(False)
         yield listener_socket

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Self, assert_never
 
 import structlog
 
@@ -24,6 +24,7 @@ from shared.errors import ChangeoverError, DriverError, InvalidRequest, PeerErro
 from shared.fdpass import ReceivedFds, SeqpacketChannel
 from shared.handoff import (
     FROM_LOADERD,
+    Announce,
     Commit,
     Committed,
     Failed,
@@ -65,6 +66,20 @@ class Identity:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A commit that may come: its frame, and what it says."""
+
+    frame: bytes
+    order: Commit
+    tag: VersionTag
+
+    @classmethod
+    def of(cls, order: Commit) -> Self:
+        """Encoded as the other end will encode it."""
+        return cls(encode(order, HANDOFF_FRAME_BYTES), order, order.tag.to_tag())
+
+
 class LoaderdLink:
     """One inferd's side of the handoff."""
 
@@ -88,6 +103,7 @@ class LoaderdLink:
         self._backend = backend
         self._channel: SeqpacketChannel | None = None
         self._incoming: IncomingVersion | None = None
+        self._announced: _Announced | None = None
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -139,6 +155,7 @@ class LoaderdLink:
                 log.warning("loaderd.detached", error=str(error))
         finally:
             self._channel = None
+            self._announced = None
             self._slots.wake_drains()
             if self._incoming is not None:
                 self._incoming.close()
@@ -185,12 +202,19 @@ class LoaderdLink:
     async def _receive_one(self, channel: SeqpacketChannel) -> None:
         frame, fds = await channel.receive()
         arrived_ns = time.perf_counter_ns()
+        announced, self._announced = self._announced, None
+        if announced is not None and frame == announced.frame:
+            fds.close()
+            await self._send(channel, self._commit(announced.order, announced.tag, arrived_ns))
+            return
         with fds:
             message: FromLoaderd = decode(frame, FROM_LOADERD, HANDOFF_FRAME_BYTES)
             match message:
+                case Announce():
+                    self._announced = _Announced.of(message.order)
                 case Commit():
                     # Not a task: nothing may come between the order and the flip.
-                    await self._send(channel, self._commit(message, arrived_ns))
+                    await self._send(channel, self._commit(message, message.tag.to_tag(), arrived_ns))
                 case Prepare():
                     self._begin_transfer(message, fds, channel)
                 case SlabBatch():
@@ -206,12 +230,12 @@ class LoaderdLink:
 
     # --- commit ----------------------------------------------------------------------------------
 
-    def _commit(self, message: Commit, arrived_ns: int) -> FromInferd:
+    def _commit(self, message: Commit, tag: VersionTag, arrived_ns: int) -> FromInferd:
         try:
             before = self._slots.serving()
-            flipped_ns = self._slots.commit(message.tag.to_tag(), Epoch(message.epoch))
+            flipped_ns = self._slots.commit(tag, Epoch(message.epoch))
             turned = 0
-            if before is not None and before != message.tag.to_tag():
+            if before is not None and before != tag:
                 turned = self._turn(message.in_flight, before)
         except ChangeoverError as error:
             return Failed(request_id=message.request_id, error=WireError.of(error))

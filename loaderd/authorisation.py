@@ -66,9 +66,8 @@ class Policy:
             groups = [group for group in groups if group is self.admins]
         if any(group.gid in (caller.gid, *caller.groups) for group in groups):
             return
-        allowed = f"root, uid {self.own_uid}" + "".join(
-            f" and members of group {group.name}" for group in groups
-        )
+        own = f", uid {self.own_uid}" if self.own_uid else ""
+        allowed = f"root{own}" + "".join(f" and members of group {group.name}" for group in groups)
         raise NotPermitted(
             f"uid {caller.uid} may not {verb}; {allowed} may", verb=verb, uid=caller.uid, allowed=allowed
         )

@@ -178,8 +178,12 @@ class Loaderd:
             return self.deployments[model]
         with_versions = [d for d in self.deployments.values() if d.active is not None]
         if len(with_versions) != 1:
-            names = ", ".join(sorted(d.model for d in with_versions)) or "none"
-            raise InvalidRequest(f"name the model: those with an active version are {names}")
+            names = ", ".join(sorted(d.model for d in with_versions))
+            raise InvalidRequest(
+                f"name the model: those with an active version are {names}"
+                if names
+                else "no model has an active version"
+            )
         return with_versions[0]
 
     def _deployment(self, model: str) -> Deployment:

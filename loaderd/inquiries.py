@@ -182,7 +182,7 @@ class Inquiries:
             and name in (str(version.ref), version.ref.version, str(version.tag))
         ]
         if not found:
-            raise UnknownVersion(f"{name} is not resident", name=name)
+            raise UnknownVersion(f"no version {name!r} is resident", name=name)
         return found[-1]
 
     async def _content(self, name: str) -> Content:

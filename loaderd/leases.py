@@ -20,6 +20,7 @@ from shared.errors import DeadlineExceeded, PeerGone, PrepareFailed, ProtocolErr
 from shared.fdpass import ReceivedFds, SeqpacketChannel
 from shared.handoff import (
     FROM_INFERD,
+    Announce,
     Commit,
     Committed,
     Failed,
@@ -70,6 +71,7 @@ class Lease:
         self._load = (0, 0)
         self._request_ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[FromInferd]] = {}
+        self._announced: Commit | None = None
         self._asked_back: dict[int, VersionTag] = {}
         self._returns: dict[int, IncomingVersion] = {}  # each is closed by the request that asked for it
         self._has_spoken = True
@@ -165,11 +167,18 @@ class Lease:
             )
         return prepared
 
+    async def announce(self, tag: VersionTag, epoch: Epoch, in_flight: InFlight) -> None:
+        """Say ahead which commit may come next, so that it is carried out sooner.  Raises PeerGone."""
+        order = Commit(request_id=next(self._request_ids), tag=Tag.of(tag), epoch=epoch, in_flight=in_flight)
+        await self._send(Announce(order=order))
+        self._announced = order
+
     async def commit(
         self, tag: VersionTag, epoch: Epoch, timeout_s: float, in_flight: InFlight = "finish"
     ) -> Committed:
         """Have the inferd flip to a prepared version; raises what it answers, DeadlineExceeded, PeerGone."""
-        with self._expect() as (request_id, answer):
+        announced, self._announced = self._announced, None
+        with self._expect(announced.request_id if announced is not None else None) as (request_id, answer):
             message = Commit(request_id=request_id, tag=Tag.of(tag), epoch=epoch, in_flight=in_flight)
             await self._send(message)
             committed = await self._await(answer, Committed, timeout_s, "commit")
@@ -289,8 +298,8 @@ class Lease:
             answer.set_result(message)
 
     @contextmanager
-    def _expect(self) -> Iterator[tuple[int, asyncio.Future[FromInferd]]]:
-        request_id = next(self._request_ids)
+    def _expect(self, reserved_id: int | None = None) -> Iterator[tuple[int, asyncio.Future[FromInferd]]]:
+        request_id = next(self._request_ids) if reserved_id is None else reserved_id
         answer: asyncio.Future[FromInferd] = asyncio.get_running_loop().create_future()
         self._answers[request_id] = answer
         try:

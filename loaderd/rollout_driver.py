@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import structlog
+
 from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
 from loaderd.operations import Operation, Operations
@@ -32,6 +34,9 @@ from shared.ids import Epoch, LeaseId, VersionTag
 from shared.resident import ResidentVersion
 
 ANSWER_GRACE_S = 5.0
+
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ class RolloutDriver:
     def _carry_out(self, instruction: Instruction, tasks: asyncio.TaskGroup) -> None:
         match instruction:
             case LogDecision():
-                self._log_decision()
+                tasks.create_task(self._decide())
             case SendCommit(lease_id):
                 tasks.create_task(self._commit(self._leases[lease_id]))
             case SendRelease(lease_id):
@@ -139,8 +144,14 @@ class RolloutDriver:
                 self._operation.warnings.append(f"inferd {lease.name} did not confirm the flip")
                 lease.close()
 
-    def _log_decision(self) -> None:
+    async def _decide(self) -> None:
         self._operations.enter(self._operation, "committing")
+        for lease in self._leases.values():
+            try:
+                await lease.announce(self.tag, self._epoch, self._operation.in_flight)
+            except ChangeoverError as error:
+                # Its commit will fail as well, and say so.
+                log.info("announce.failed", inferd=lease.name, error=error.message)
         try:
             self._chronicle.journal.commit(
                 self.tag, self._epoch, self._operation.id, f"{len(self._leases)} inferds prepared"

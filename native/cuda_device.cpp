@@ -71,6 +71,12 @@ cuda::Context CudaDevice::context() {
   return context_;
 }
 
+bool CudaDevice::can_reach(const CudaDevice& other) const {
+  int can = 0;
+  CudaDriver::get().device_can_access_peer(&can, device_, other.device_);
+  return can != 0;
+}
+
 cuda::AllocationProperties CudaDevice::allocation_properties() const noexcept {
   cuda::AllocationProperties properties{};
   properties.type = cuda::kAllocationPinned;

@@ -43,6 +43,8 @@ class CudaDevice {
   int compute_capability() const noexcept { return compute_capability_; }
   // Whether memory can be mapped from POSIX fds; without it only legacy IPC is left.
   bool has_posix_fds() const noexcept { return has_posix_fds_; }
+  // Whether its copies and kernels can use memory of `other` directly.
+  bool can_reach(const CudaDevice& other) const;
   // What sizes of physical allocations are multiples of.
   std::uint64_t granularity_bytes();
 

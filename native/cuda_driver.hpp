@@ -87,6 +87,7 @@ class CudaDriver {
   const DriverCall<cuda::Device*, int> device_get{library_, "cuDeviceGet"};
   const DriverCall<cuda::Uuid*, cuda::Device> device_get_uuid{library_, "cuDeviceGetUuid"};
   const DriverCall<int*, int, cuda::Device> device_get_attribute{library_, "cuDeviceGetAttribute"};
+  const DriverCall<int*, cuda::Device, cuda::Device> device_can_access_peer{library_, "cuDeviceCanAccessPeer"};
 
   const DriverCall<cuda::Context*, cuda::Device> primary_context_retain{library_, "cuDevicePrimaryCtxRetain"};
   const DriverCall<cuda::Context> context_push{library_, "cuCtxPushCurrent"};
@@ -124,6 +125,9 @@ class CudaDriver {
   const DriverCall<void**, Size, unsigned> host_alloc{library_, "cuMemHostAlloc"};
   const DriverCall<void*> host_free{library_, "cuMemFreeHost"};
   const DriverCall<Pointer, const void*, Size, cuda::Stream> copy_to_device{library_, "cuMemcpyHtoDAsync"};
+  const DriverCall<Pointer, Pointer, Size, cuda::Stream> copy_on_device{library_, "cuMemcpyDtoDAsync"};
+  const DriverCall<Pointer, cuda::Context, Pointer, cuda::Context, Size, cuda::Stream> copy_between{
+      library_, "cuMemcpyPeerAsync"};
   const DriverCall<Pointer, unsigned char, Size> mem_set{library_, "cuMemsetD8"};
 
   const DriverCall<cuda::Stream*, unsigned, int> stream_create{library_, "cuStreamCreateWithPriority"};

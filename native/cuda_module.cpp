@@ -172,6 +172,7 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("is_open", &WritableCudaSlab::is_open)
       .def("read_file", &WritableCudaSlab::read_file, "borrow_fd"_a, "file_offset"_a, "offset_bytes"_a,
            "nbytes"_a, nb::call_guard<ReleaseGil>())
+      .def("copy_from", &WritableCudaSlab::copy_from, "source"_a, nb::call_guard<ReleaseGil>())
       .def("seal", &WritableCudaSlab::seal, nb::call_guard<ReleaseGil>())
       .def("close", &WritableCudaSlab::close, nb::call_guard<ReleaseGil>());
 

@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_copy.hpp"
 #include "cuda_digests.hpp"
 #include "cuda_ipc_memory.hpp"
 #include "cuda_release.hpp"
@@ -87,24 +88,24 @@ void CudaSlab::close() {
 
 // --- WritableCudaSlab ----------------------------------------------------------------------------
 
-// A read under way: keeps the memory, and keeps `seal` away.
-class WritableCudaSlab::Reading {
+// A read or copy under way: keeps the memory, and keeps `seal` away.
+class WritableCudaSlab::Filling {
  public:
-  explicit Reading(WritableCudaSlab& slab) : slab_(slab) {
+  explicit Filling(WritableCudaSlab& slab) : slab_(slab) {
     const std::lock_guard lock(slab.mutex_);
-    if (!slab.region_) throw Misuse("a read into a slab that is sealed or closed");
+    if (!slab.region_) throw Misuse("a slab that is sealed or closed is filled");
     region_ = slab.region_;
-    ++slab.readings_;
+    ++slab.fillings_;
   }
-  Reading(const Reading&) = delete;
-  Reading& operator=(const Reading&) = delete;
-  ~Reading() {
+  Filling(const Filling&) = delete;
+  Filling& operator=(const Filling&) = delete;
+  ~Filling() {
     const std::lock_guard lock(slab_.mutex_);
     region_.reset();
-    --slab_.readings_;
+    --slab_.fillings_;
   }
 
-  const CudaRegion& region() const noexcept { return *region_; }
+  const std::shared_ptr<CudaRegion>& region() const noexcept { return region_; }
 
  private:
   WritableCudaSlab& slab_;
@@ -137,8 +138,13 @@ bool WritableCudaSlab::is_open() const {
 
 std::uint32_t WritableCudaSlab::read_file(int borrow_fd, std::uint64_t file_offset, std::uint64_t offset,
                                           std::uint64_t nbytes) {
-  const Reading reading(*this);
-  return staging_->read_file(borrow_fd, file_offset, reading.region().range(offset, nbytes), nbytes);
+  const Filling filling(*this);
+  return staging_->read_file(borrow_fd, file_offset, filling.region()->range(offset, nbytes), nbytes);
+}
+
+void WritableCudaSlab::copy_from(const CudaSlab& source) {
+  const Filling filling(*this);
+  CudaCopy::begin(source.share(), filling.region())->wait();
 }
 
 std::unique_ptr<CudaSlab> WritableCudaSlab::seal() {
@@ -147,7 +153,7 @@ std::unique_ptr<CudaSlab> WritableCudaSlab::seal() {
   {
     const std::lock_guard lock(mutex_);
     if (!region_) throw Misuse("a slab that is sealed or closed cannot be sealed");
-    if (readings_ > 0) throw Misuse("a slab cannot be sealed while it is read into");
+    if (fillings_ > 0) throw Misuse("a slab cannot be sealed while it is filled");
     region = std::move(region_);
   }
   staging_->settle();

@@ -62,19 +62,21 @@ class WritableCudaSlab {
   // See cuda_staging.hpp.  Several threads may read into disjoint ranges at once.
   std::uint32_t read_file(int borrow_fd, std::uint64_t file_offset, std::uint64_t offset,
                           std::uint64_t nbytes);
-  // Consumes the slab, after all copies into it.  Throws Misuse while a read is under way.
+  // Fill all of it from a slab of the same size, on this device or another; cuda_copy.hpp.  Blocking.
+  void copy_from(const CudaSlab& source);
+  // Consumes the slab, after all copies into it.  Throws Misuse while it is being filled.
   std::unique_ptr<CudaSlab> seal();
   // Free.  Copies that are under way end first.
   void close();
 
  private:
-  class Reading;
+  class Filling;
   WritableCudaSlab(std::shared_ptr<CudaStaging> staging, std::shared_ptr<CudaRegion> region);
 
   const std::uint64_t nbytes_;
   const std::shared_ptr<CudaStaging> staging_;
   mutable std::mutex mutex_;
-  int readings_ = 0;
+  int fillings_ = 0;
   std::shared_ptr<CudaRegion> region_;  // null when sealed or closed
 };
 

@@ -159,6 +159,9 @@ class WritableCudaSlab:
     def read_file(self, borrow_fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
         """Read from a file into the slab; CRC32 of the bytes read.  Without the GIL."""
 
+    def copy_from(self, source: CudaSlab) -> None:
+        """Fill all of it from a slab of the same size, of any device.  Without the GIL."""
+
     def seal(self) -> CudaSlab: ...
     def close(self) -> None: ...
 

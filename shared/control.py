@@ -113,15 +113,15 @@ class PlanReport(WireModel):
     sealed: bool = False
 
 
-OperationState = Literal["running", "done", "refused", "failed", "rolled_back", "superseded"]
+OperationState = Literal["running", "done", "refused", "failed", "superseded"]
 Stage = Literal["planning", "loading", "verifying", "preparing", "committing", "finished"]
 
 
 class OperationReport(WireModel):
     """A push or rollback, as far as it has come.
 
-    `refused`: the plan said no; `failed`: it broke before any daemon flipped; `rolled_back`: the old
-    version serves again after a flip; `superseded`: a newer push took its place.
+    `refused`: the plan said no; `failed`: it broke before any inferd flipped, and the version before
+    serves; `superseded`: a newer push took its place.  Once decided, a push is `done`.
     """
 
     operation: Name

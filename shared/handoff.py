@@ -160,6 +160,17 @@ class Commit(WireModel):
     in_flight: InFlight = "finish"
 
 
+class Announce(WireModel):
+    """The very `Commit` that may come next, said ahead while the decision goes to disk.
+
+    Nothing changes and nothing is answered.  inferd keeps the order's frame, so that when it comes it is
+    recognised by its bytes instead of being decoded and validated: that is most of a flip's time.
+    """
+
+    kind: Literal["announce"] = "announce"
+    order: Commit
+
+
 class Release(WireModel):
     """Drain and unmap `tag`, which does not serve."""
 
@@ -194,7 +205,8 @@ FromInferd = Annotated[
     Field(discriminator="kind"),
 ]
 FromLoaderd = Annotated[
-    Welcome | Refused | Prepare | SlabBatch | Commit | Release | HandBack, Field(discriminator="kind")
+    Welcome | Refused | Prepare | SlabBatch | Announce | Commit | Release | HandBack,
+    Field(discriminator="kind"),
 ]
 
 FROM_INFERD: TypeAdapter[FromInferd] = TypeAdapter(FromInferd)

@@ -62,7 +62,7 @@ def outcome(report: OperationReport) -> ExitCode | None:
             return ExitCode.DONE
         case "refused":
             return ExitCode.REFUSED
-        case "failed" | "rolled_back":
+        case "failed":
             return ExitCode.FAILED
         case "superseded":
             return ExitCode.SUPERSEDED

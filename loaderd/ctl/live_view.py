@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID
 from loaderd.ctl.follow import Conclusion
 from loaderd.ctl.operation_view import show_conclusion
 from loaderd.ctl.progress_columns import Amount, Title
-from loaderd.ctl.summary import plan_lines, reattach, version_name
+from loaderd.ctl.summary import hashed_bytes, plan_lines, reattach, version_name
 from loaderd.ctl.terminal import Terminal
 from loaderd.ctl.text import rate, size
 from shared.control import OperationReport, PushReply, Stage
@@ -54,9 +54,11 @@ class LiveView:
         """Bring every bar up to date and redraw."""
         if report.kind == "push":
             is_loaded, is_verified = _is_past(report, "loading"), _is_past(report, "verifying")
-            self._bytes("read", report.bytes_read, report.bytes_total, report.load_s, is_full=is_loaded)
+            speed = rate(report.bytes_read, report.load_s)
+            self._bytes("read", report.bytes_read, report.bytes_total, speed, is_full=is_loaded)
             verified, verify_bytes = report.bytes_verified, self._verify_bytes
-            self._bytes("verified", verified, verify_bytes, report.verify_s, is_full=is_verified)
+            speed = rate(hashed_bytes(report), report.verify_s)
+            self._bytes("verified", verified, verify_bytes, speed, is_full=is_verified)
         prepared, total = report.inferds_prepared, report.inferds_total
         self._bar("prepared", prepared, total or None, f"{prepared} of {total} inferds")
         if self._is_shown:
@@ -79,8 +81,7 @@ class LiveView:
         self._hide()
         show_conclusion(self._terminal, conclusion, self._warnings)
 
-    def _bytes(self, title: str, done: int, total: int, seconds: float, *, is_full: bool) -> None:
-        speed = rate(done, seconds)
+    def _bytes(self, title: str, done: int, total: int, speed: str, *, is_full: bool) -> None:
         amount = f"{size(done)} of {size(total)}" if total and not is_full else size(done)
         if is_full:
             # There may have been nothing to read.

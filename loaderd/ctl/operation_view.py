@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from loaderd.ctl.follow import Conclusion
-from loaderd.ctl.summary import failure, outcome_lines, plan_lines, reattach, version_name
+from loaderd.ctl.summary import failure, hashed_bytes, outcome_lines, plan_lines, reattach, version_name
 from loaderd.ctl.terminal import Terminal
 from loaderd.ctl.text import rate, size
 from shared.control import OperationReport, PushReply, Stage
@@ -172,9 +172,10 @@ def progress_detail(report: OperationReport, verify_bytes: int = 0) -> str:
     """
     match report.stage:
         case "loading":
-            return _amount(report.bytes_read, report.bytes_total, report.load_s)
+            return _amount(report.bytes_read, report.bytes_total, rate(report.bytes_read, report.load_s))
         case "verifying":
-            return _amount(report.bytes_verified, verify_bytes, report.verify_s)
+            speed = rate(hashed_bytes(report), report.verify_s)
+            return _amount(report.bytes_verified, verify_bytes, speed)
         case "preparing":
             return f"{report.inferds_prepared} of {report.inferds_total} inferds"
         case "committing":
@@ -192,8 +193,7 @@ def show_conclusion(terminal: Terminal, conclusion: Conclusion, said: Container[
         terminal.error(message)
 
 
-def _amount(done_bytes: int, total_bytes: int, seconds: float) -> str:
-    speed = rate(done_bytes, seconds)
+def _amount(done_bytes: int, total_bytes: int, speed: str) -> str:
     tail = f", {speed}" if speed else ""
     if not total_bytes:
         return size(done_bytes) + tail if done_bytes else ""

@@ -30,10 +30,9 @@ def plan_lines(plan: PlanReport) -> Iterator[Line]:
         f"  read {size(plan.bytes_to_read)}, share {size(plan.bytes_to_share)} already resident, "
         f"of {size(plan.bytes_total)} in {plan.tensors} tensors ({'sealed' if plan.sealed else 'not sealed'})"
     )
-    fit = "" if plan.peak_bytes <= plan.free_bytes else ": does not fit"
     yield Line(
-        f"  memory: peak {size(plan.peak_bytes)} of {size(plan.free_bytes)} free{fit}, "
-        f"{size(plan.bytes_to_allocate)} to stay"
+        f"  memory: allocate {size(plan.bytes_to_allocate)} of {size(plan.free_bytes)} free, "
+        f"peak of all weights {size(plan.peak_bytes)}"
     )
     if plan.sweep_first:
         yield Line("  the retained version is released first; it cannot be rolled back to afterwards")
@@ -55,17 +54,16 @@ def outcome_lines(conclusion: Conclusion, said: Container[str] = ()) -> Iterator
     report = conclusion.report
     if report is None or report.state == "running":
         return
-    verb = {"done": "done", "rolled_back": "rolled back"}.get(report.state, report.state)
     style = _OUTCOME_STYLE.get(conclusion.code, "bold red")
     serves = " serves" if report.state == "done" else ""
-    yield Line(f"{verb}: {report.kind} of {version_name(report)}{serves} ({report.operation})", style)
+    yield Line(f"{report.state}: {report.kind} of {version_name(report)}{serves} ({report.operation})", style)
     if report.digest is not None:
         yield Line(f"  digest   {report.digest}")
     if report.epoch is not None:
         yield Line(f"  epoch    {report.epoch}")
     times = [
         ("load", report.load_s, rate(report.bytes_read, report.load_s)),
-        ("verify", report.verify_s, rate(report.bytes_verified, report.verify_s)),
+        ("verify", report.verify_s, rate(hashed_bytes(report), report.verify_s)),
         ("prepare", report.prepare_s, ""),
         ("commit", report.commit_s, ""),
     ]
@@ -74,6 +72,8 @@ def outcome_lines(conclusion: Conclusion, said: Container[str] = ()) -> Iterator
         yield Line(f"  times    {', '.join(known)}")
     if report.inferds_total:
         yield Line(f"  inferds  {report.inferds_committed} of {report.inferds_total} committed")
+    elif report.state == "done" and report.commit_s:
+        yield Line("  inferds  none is attached; those that attach later are given it", "yellow")
     if report.requests_turned:
         yield Line(f"  requests {report.requests_turned} that ran at the flip: {report.in_flight}")
     if report.flip_ns:
@@ -81,6 +81,11 @@ def outcome_lines(conclusion: Conclusion, said: Container[str] = ()) -> Iterator
     for warning in report.warnings:
         if warning not in said:
             yield Line(f"  warning: {warning}", "yellow")
+
+
+def hashed_bytes(report: OperationReport) -> int:
+    """Verified bytes without those that are shared: they were hashed when they were loaded."""
+    return min(report.bytes_verified, report.bytes_total)
 
 
 def failure(conclusion: Conclusion) -> str:

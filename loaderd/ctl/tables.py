@@ -33,7 +33,6 @@ _STATE_STYLE = {
     "prepared": "cyan",
     "draining": "yellow",
     "failed": "bold red",
-    "rolled_back": "bold red",
 }
 
 

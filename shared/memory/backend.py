@@ -124,6 +124,14 @@ class MemoryBackend(Protocol):
         """Allocate a slab with a new id.  Raises OutOfMemory with what was needed and free."""
         ...
 
+    def replicate(self, slab: Slab, device: DeviceId) -> Slab:
+        """A sealed copy with a new id and the same size on `device`, which may be the slab's own.
+
+        Moves device to device, in one piece, and verifies nothing.  Raises OutOfMemory as `create_slab`,
+        DriverError where the copy fails; then nothing stays allocated.  The slab must stay open meanwhile.
+        Blocking, without the GIL; calls from several threads run at once."""
+        ...
+
     def import_slab(self, entry: SlabEntry, take_fd: int) -> Slab:
         """Map a received slab for reading.  Consumes the fd, on every path.  Raises ProtocolError if
         the fd is not a slab of this backend, is not sealed against writing and resizing, or has

@@ -26,6 +26,7 @@ from shared.digest import SHA256_BYTES
 from shared.errors import ConfigError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
+from shared.memory.backend import Slab
 from shared.memory.nvrtc import nvrtc_libraries
 from shared.memory.pool import PIECE_BYTES, Pool
 from shared.memory.ranges import check_range
@@ -66,7 +67,7 @@ class CudaSlab:
 
     @property
     def native(self) -> _native.CudaSlab:
-        """For `RemappedRegion`; owned by this slab."""
+        """For `RemappedRegion` and copies; owned by this slab."""
         return self._native
 
     def borrow_fd(self) -> int:
@@ -159,6 +160,10 @@ class WritableCudaSlab:
         if file_offset < 0:
             raise InvariantError(f"a file has no byte {file_offset}")
         return self._native.read_file(fd, file_offset, offset_bytes, nbytes)
+
+    def copy_from(self, slab: CudaSlab) -> None:
+        """Fill all of it from a slab of the same size, on this device or another.  Blocking."""
+        self._native.copy_from(slab.native)
 
     def seal(self) -> CudaSlab:
         return CudaSlab(self._entry, self._native.seal(), self._after_close)
@@ -306,6 +311,15 @@ class CudaBackend:
         if device in self._pools:
             with self._creating:
                 self._keep_pool(device)
+
+    def replicate(self, slab: Slab, device: DeviceId) -> CudaSlab:
+        """As `backend.MemoryBackend`: over NVLink or PCIe where the GPUs reach each other's memory
+        (native/cuda_copy.hpp), else as the driver finds a way."""
+        if not isinstance(slab, CudaSlab):
+            raise InvariantError(f"slab {slab.entry.slab_id} is not one of the cuda backend")
+        with self.create_slab(device, slab.entry.nbytes) as replica:
+            replica.copy_from(slab)
+            return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> CudaSlab:
         """As `backend.MemoryBackend`.  A slab of legacy IPC can be imported in other processes only."""

@@ -17,6 +17,7 @@ from shared import _native
 from shared.errors import DriverError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import HOST_DEVICE, DeviceId, SlabId
 from shared.layout import SlabEntry
+from shared.memory.backend import Slab
 from shared.memory.host_capacity import available_bytes
 from shared.memory.ranges import check_range
 from shared.memory.usage import DeviceUsage
@@ -188,6 +189,12 @@ class HostBackend:
                     free_bytes=self.free_bytes(device),
                 ) from error
         return WritableHostSlab(entry, native)
+
+    def replicate(self, slab: Slab, device: DeviceId) -> HostSlab:
+        """As `backend.MemoryBackend`; there is one device, so this is a second copy in host memory."""
+        with self.create_slab(device, slab.entry.nbytes) as replica:
+            replica.read_file(slab.borrow_fd(), 0, 0, slab.entry.nbytes)
+            return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> HostSlab:
         if entry.device != HOST_DEVICE or not 0 < entry.nbytes <= _LARGEST_SLAB_BYTES:

@@ -2,7 +2,7 @@
 
 A slab is never carved out of the reserve: pieces of it are given up and the slab is allocated as any
 other.  So a slab has an allocation, an fd and a size of its own, and memory that was handed to a reader
-is never written for another version (docs/adr/0005-gpu-memory-pool.md).
+is never written for another version (docs/adr/0006-gpu-memory-pool.md).
 """
 
 from __future__ import annotations

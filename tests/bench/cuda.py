@@ -1,6 +1,6 @@
-"""Measure the CUDA backend: slabs, loading, digests and remapping, beside a plain pinned copy.
+"""Measure the CUDA backend: slabs, loading, digests, remapping and replicas, beside plain copies.
 
-    python -m tests.bench.cuda [--gib N] [--file-gib N] [--repeats N] [--json FILE]
+    python -m tests.bench.cuda [--gib N] [--file-gib N] [--repeats N] [--only-replicas] [--json FILE]
 
 Each figure is the median of the repeats after one that does not count.  Rates are in GB/s of weights;
 `of the bus` relates a load to the pinned copy of the same run.
@@ -168,15 +168,88 @@ def remaps(backend: CudaBackend, nbytes: int, repeats: int) -> Iterator[Figure]:
             yield measure(f"exchange {nbytes >> 30} GiB in {count} slabs", max(10, repeats), flip)
 
 
+def plain_replica(here: torch.device, there: torch.device, nbytes: int, repeats: int) -> Figure:
+    source = torch.empty(nbytes, dtype=torch.uint8, device=here)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=there)
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize(here)
+        torch.cuda.synchronize(there)
+
+    return measure(f"torch copies {nbytes >> 30} GiB to another GPU", repeats, copy, nbytes)
+
+
+def replicas(backend: CudaBackend, nbytes: int, repeats: int) -> Iterator[Figure]:
+    """Copies of a slab on other GPUs; nothing where there is one GPU.  Rates count the bytes written."""
+    first, *others = backend.devices()
+    if not others:
+        return
+    here, there = (torch.device("cuda", _native.cuda_device_ordinal(each)) for each in (first, others[0]))
+    what = f"{nbytes >> 30} GiB"
+    yield plain_replica(here, there, nbytes, repeats)
+    torch.cuda.empty_cache()  # or there may be no room for slabs
+    with backend.create_slab(first, nbytes).seal() as slab:
+        with backend.create_slab(others[0], nbytes) as writable:
+            yield measure(
+                f"copy a slab of {what} to another GPU", repeats, lambda: writable.copy_from(slab), nbytes
+            )
+
+            # Kernels that outlast the copy by far: if it waited for them it would take seconds.  Once, as
+            # a first run would do all the waiting.
+            for device in (here, there):
+                with torch.cuda.device(device):
+                    torch.cuda._sleep(5_000_000_000)  # type: ignore[no-untyped-call]
+            start = time.perf_counter()
+            writable.copy_from(slab)
+            yield Figure(f"copy {what}, both GPUs busy, one run", time.perf_counter() - start, nbytes)
+            for device in (here, there):
+                torch.cuda.synchronize(device)
+        yield measure(
+            f"replicate {what}, allocate and free",
+            repeats,
+            lambda: backend.replicate(slab, others[0]).close(),
+            nbytes,
+        )
+        with ThreadPoolExecutor(len(others)) as pool:
+
+            def to_all() -> None:
+                for replica in list(pool.map(lambda device: backend.replicate(slab, device), others)):
+                    replica.close()
+
+            yield measure(
+                f"replicate {what} to {len(others)} GPUs at once", repeats, to_all, nbytes * len(others)
+            )
+
+
+def one_gpu(backend: CudaBackend, nbytes: int, file_bytes: int, repeats: int) -> Iterator[Figure]:
+    cores = os.cpu_count() or 1
+    yield bus(repeats)
+    for size in (2 << 20, GIB, nbytes):
+        yield from slabs(backend, size, min(repeats, 3))
+    for place, folder in (("tmpfs", "/dev/shm"), ("page cache", "/var/tmp")):
+        with file_with(folder, file_bytes) as fd:
+            for threads in sorted({1, 4, 8, cores, 2 * cores}):
+                yield loads(backend, fd, file_bytes, threads, repeats, f"load, {place}, {threads} threads")
+            if place == "tmpfs":
+                for mib, slots in ((1, 2), (1, 4), (2, 2), (2, 3), (8, 2)):
+                    shaped = CudaBackend(slot_bytes=mib << 20, slots_per_thread=slots)
+                    what = f"load, tmpfs, {cores} threads, {slots} slots of {mib} MiB"
+                    yield loads(shaped, fd, file_bytes, cores, repeats, what)
+                with filled(backend, fd, file_bytes, nbytes, cores) as slab:
+                    yield from digests(slab, min(repeats, 3))
+    yield from remaps(backend, nbytes, repeats)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gib", type=int, default=16, help="of the slabs that are hashed and exchanged")
     parser.add_argument("--file-gib", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only-replicas", action="store_true", help="what needs several GPUs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     nbytes, file_bytes, repeats = arguments.gib * GIB, arguments.file_gib * GIB, arguments.repeats
-    cores = os.cpu_count() or 1
 
     figures: list[Figure] = []
 
@@ -185,23 +258,10 @@ def main() -> None:
         print(f"{figure.what:44} {figure.text()}")
 
     backend = CudaBackend()
-    note(bus(repeats))
-    for size in (2 << 20, GIB, nbytes):
-        for figure in slabs(backend, size, min(repeats, 3)):
+    if not arguments.only_replicas:
+        for figure in one_gpu(backend, nbytes, file_bytes, repeats):
             note(figure)
-    for place, folder in (("tmpfs", "/dev/shm"), ("page cache", "/var/tmp")):
-        with file_with(folder, file_bytes) as fd:
-            for threads in sorted({1, 4, 8, cores, 2 * cores}):
-                note(loads(backend, fd, file_bytes, threads, repeats, f"load, {place}, {threads} threads"))
-            if place == "tmpfs":
-                for mib, slots in ((1, 2), (1, 4), (2, 2), (2, 3), (8, 2)):
-                    shaped = CudaBackend(slot_bytes=mib << 20, slots_per_thread=slots)
-                    what = f"load, tmpfs, {cores} threads, {slots} slots of {mib} MiB"
-                    note(loads(shaped, fd, file_bytes, cores, repeats, what))
-                with filled(backend, fd, file_bytes, nbytes, cores) as slab:
-                    for figure in digests(slab, min(repeats, 3)):
-                        note(figure)
-    for figure in remaps(backend, nbytes, repeats):
+    for figure in replicas(backend, nbytes, repeats):
         note(figure)
 
     if arguments.json is not None:
@@ -210,7 +270,7 @@ def main() -> None:
             "driver": _native.cuda_driver_version(),
             "torch": torch.__version__,
             "kernel": platform.release(),
-            "cpus": cores,
+            "cpus": os.cpu_count(),
             "repeats": repeats,
             "figures": [asdict(figure) for figure in figures],
         }

@@ -6,6 +6,7 @@ import socket
 import sys
 from contextlib import ExitStack
 
+from shared import _native
 from shared.memory.cuda import CudaBackend
 from tests.gpu.driver_calls import memset
 from tests.gpu.slabs import decode, encode, make_data, sealed
@@ -27,7 +28,7 @@ def read(connection: socket.socket) -> None:
     entry = decode(message)
     with CudaBackend().import_slab(entry, fds[0]) as slab:
         address = slab.tensor(0, "U8", (1,)).data_ptr()
-        refused = memset(0, address, 16)
+        refused = memset(_native.cuda_device_ordinal(entry.device), address, 16)
         connection.send(f"{slab.crc32(0, entry.nbytes)} {refused}".encode())
 
 

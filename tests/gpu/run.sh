@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Build the extension if this Python has none, then test and measure the CUDA backend on this machine.
 #
-#   tests/gpu/run.sh [OUT]      results go to OUT (default build/gpu); PYTHON chooses the interpreter
+#   tests/gpu/run.sh [OUT [PART]]   results go to OUT (default build/gpu); PYTHON chooses the interpreter
 #
+# PART is `all` (the default) or `several`: what needs two GPUs or more, alone.  With one GPU, `all` skips it.
 # Needs a GPU, torch, pytest with pytest-timeout, nanobind, cmake and a C++20 compiler; no package index.
 # Every step has its own limit of time, and a failed one does not keep the next from running.
 set -uo pipefail
@@ -10,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 python=${PYTHON:-python3}
 out=${1:-build/gpu}
+part=${2:-all}
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1
 failed=()
@@ -36,8 +38,20 @@ build() {
 # The extension of an editable install, or one put beside the sources (git ignores it).
 "$python" -c 'from shared import _native; _native.CudaSlab' 2>/dev/null || build
 
-step tests 200 "$python" -m pytest -q tests/gpu tests/unit/memory/test_backend_contract.py
-step bench 200 "$python" -m tests.bench.cuda --json "$out/cuda.json"
+case $part in
+  all)
+    step tests 200 "$python" -m pytest -q tests/gpu tests/unit/memory/test_backend_contract.py
+    step bench 260 "$python" -m tests.bench.cuda --json "$out/cuda.json"
+    ;;
+  several)
+    step several 120 "$python" -m pytest -q tests/gpu/test_several_gpus.py tests/unit/memory/test_backend_contract.py
+    step replicas 120 "$python" -m tests.bench.cuda --only-replicas --json "$out/replicas.json"
+    ;;
+  *)
+    echo "no such part: $part" >&2
+    exit 2
+    ;;
+esac
 
 if ((${#failed[@]})); then
   echo "failed: ${failed[*]}"

@@ -69,6 +69,9 @@ def test_ctrl_c_and_a_timeout_end_the_waiting_and_not_the_push(host: ServingHost
         with host.start_ctl("push", "tiny-v3", start_new_session=True) as client:
             operation = host.awaited(lambda: running(host), "the push to start")
             preparing(host, operation)
+            assert client.stdout is not None
+            # Interrupted earlier, it could not know the operation yet.
+            assert any(f"is {operation}" in line for line in client.stdout)
             client.send_signal(signal.SIGINT)
             _, err = client.communicate(timeout=30)
         assert client.returncode == 130, err

@@ -43,6 +43,7 @@ class File {
 };
 
 CudaDevice& device() { return *CudaDevice::all().front(); }
+CudaDevice& other_device() { return *CudaDevice::all().back(); }
 
 std::size_t open_fds() {
   const std::filesystem::directory_iterator fds("/proc/self/fd");
@@ -179,7 +180,7 @@ int break_everywhere(const std::function<void()>& work) {
     }
     const bool was_reached = fake_cuda().calls() >= nth;
     fake_cuda().fail_call(0, 0);
-    device().releases().settle();
+    for (const auto& each : CudaDevice::all()) each->releases().settle();
     CHECK(fake_cuda().live() == 0);
     CHECK(open_fds() == fds);
     if (is_whole && !was_reached) return nth - 1;
@@ -220,6 +221,102 @@ void a_reserve_holds_what_there_is() {
     reserve.resize(1);
   });
   CHECK(calls >= 3);
+}
+
+std::unique_ptr<CudaSlab> replica_of(Budget& budget, CudaDevice& to, const CudaSlab& slab) {
+  const auto staging = std::make_shared<CudaStaging>(to, kSlotBytes, 2);
+  const auto writable = WritableCudaSlab::create(budget, staging, "replica", slab.nbytes(), false);
+  writable->copy_from(slab);
+  CHECK(fake_cuda().pending() == 0);  // or it would be sealed before it is whole
+  return writable->seal();
+}
+
+void replicas_are_whole_and_sealed_on_their_own_device() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(2 * kStepBytes);
+  {
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+    for (const bool is_reachable : {true, false}) {
+      fake_cuda().set_peer_access(is_reachable);
+      for (CudaDevice* const to : {&device(), &other_device()}) {
+        const auto slab = sealed(*budget, staging, file);
+        const auto replica = replica_of(*budget, *to, *slab);
+        // Neither end can be written to, and the source's addresses at the reader are gone.
+        CHECK(fake_cuda().access(slab->share()->address()) == cuda::kAccessRead);
+        CHECK(fake_cuda().access(replica->share()->address()) == cuda::kAccessRead);
+        slab->close();
+        CHECK(budget->used_bytes() == replica->nbytes() && &replica->share()->device() == to);
+        CHECK(crc32(resident(*replica->share())) == crc32(file.bytes));
+        // One device's memory is not taken for another's.
+        CudaDevice& foreign = to == &device() ? other_device() : device();
+        CHECK_THROWS(CudaSlab::import(*budget, foreign, "replica", replica->nbytes(),
+                                      UniqueFd(::dup(replica->borrow_fd()))),
+                     ForeignHandle);
+        replica->close();
+        CHECK(budget->used_bytes() == 0);
+      }
+    }
+    fake_cuda().set_peer_access(true);
+
+    const auto slab = sealed(*budget, staging, file);
+    const auto small = WritableCudaSlab::create(*budget, staging, "small", kStepBytes, false);
+    CHECK_THROWS(small->copy_from(*slab), Misuse);
+    small->close();
+    CHECK_THROWS(small->copy_from(*slab), Misuse);
+    slab->close();
+
+    // A copy that fails while it runs is not taken for one that is whole.
+    const auto again = sealed(*budget, staging, file);
+    const auto broken = WritableCudaSlab::create(*budget, staging, "broken", file.bytes.size(), false);
+    fake_cuda().fail_entry("cuStreamSynchronize", 1, kPlanted);
+    CHECK_THROWS(broken->copy_from(*again), SystemError);
+    broken->close();
+    again->close();
+    const auto closed = WritableCudaSlab::create(*budget, staging, "closed", file.bytes.size(), false);
+    CHECK_THROWS(closed->copy_from(*slab), Misuse);
+    closed->close();
+  }
+  CHECK(fake_cuda().live() == 0);
+}
+
+void every_failure_of_a_replica_unwinds() {
+  const File file(kStepBytes);
+  for (const bool is_reachable : {true, false}) {
+    fake_cuda().set_peer_access(is_reachable);
+    const int calls = break_everywhere([&] {
+      const auto budget = std::make_shared<Budget>(std::nullopt);
+      const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+      const auto slab = sealed(*budget, staging, file);
+      static_cast<void>(replica_of(*budget, other_device(), *slab));
+    });
+    CHECK(calls > 50);
+  }
+  fake_cuda().set_peer_access(true);
+}
+
+void replicas_are_made_by_several_threads() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(2 * kStepBytes);
+  {
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+    const auto slab = sealed(*budget, staging, file);
+    {
+      std::vector<std::jthread> copiers;
+      for (int index = 0; index < 4; ++index) {
+        copiers.emplace_back([&, index] {
+          const auto to = std::make_shared<CudaStaging>(index % 2 ? device() : other_device(), kSlotBytes, 2);
+          const auto writable = WritableCudaSlab::create(*budget, to, std::to_string(index), slab->nbytes(), false);
+          writable->copy_from(*slab);
+          const auto replica = writable->seal();
+          CHECK(crc32(resident(*replica->share())) == crc32(file.bytes));
+          replica->close();
+        });
+      }
+    }
+    slab->close();
+    CHECK(budget->used_bytes() == 0);
+  }
+  CHECK(fake_cuda().live() == 0);
 }
 
 void a_failed_exchange_puts_the_old_slabs_back() {
@@ -303,6 +400,9 @@ int main() {
   what_does_not_fit_says_so();
   every_failure_unwinds();
   a_reserve_holds_what_there_is();
+  replicas_are_whole_and_sealed_on_their_own_device();
+  every_failure_of_a_replica_unwinds();
+  replicas_are_made_by_several_threads();
   a_failed_exchange_puts_the_old_slabs_back();
   readers_race_with_close();
 }

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -25,17 +26,19 @@ using cuda::Result;
 namespace {
 
 constexpr std::uint64_t kGranularityBytes = std::uint64_t{2} << 20;
-constexpr const char* kName = "fake-device-memory";
+constexpr const char* kName = "fake-device-memory-";  // and the device
+constexpr int kDevices = 2;
 constexpr int kNotSupported = 801;
 
 struct Physical {
   UniqueFd fd;
   std::uint64_t nbytes = 0;
+  int device = 0;
 };
 struct Mapped {
   std::shared_ptr<Physical> memory;
   std::uint64_t nbytes = 0;
-  int access = 0;
+  std::array<int, kDevices> access{};
 };
 struct Work {
   std::uint64_t sequence;
@@ -52,7 +55,8 @@ struct EventState {
 
 struct State {
   std::mutex mutex;
-  std::uint64_t free_bytes = std::uint64_t{1} << 30;
+  std::array<std::uint64_t, kDevices> free_bytes{std::uint64_t{1} << 30, std::uint64_t{1} << 30};
+  bool has_peer_access = true;
   std::uint64_t next_id = 1;
   std::uint64_t sequence = 0;
   std::map<cuda::AllocationHandle, std::shared_ptr<Physical>> handles;
@@ -94,6 +98,27 @@ Result planned(State& s, const char* entry) {
   LOCKED;                                                   \
   if (const Result result = planned(s, entry); result != 0) return result
 
+thread_local std::vector<int> contexts;  // devices, the current one last
+
+int current_device() {
+  CHECK(!contexts.empty());
+  return contexts.back();
+}
+int device_of(cuda::Context context) { return static_cast<int>(reinterpret_cast<std::intptr_t>(context)) - 1; }
+
+// What `device` may do to all of a range that lies in one mapping.
+int access_to(State& s, std::uint64_t address, std::uint64_t nbytes, int device) {
+  const auto after = s.mappings.upper_bound(address);
+  CHECK(after != s.mappings.begin());
+  const auto& [start, mapped] = *std::prev(after);
+  CHECK(address + nbytes <= start + mapped.nbytes);
+  return mapped.access.at(static_cast<std::size_t>(device));
+}
+
+bool overlaps(std::uint64_t address, std::uint64_t nbytes, std::uint64_t other, std::uint64_t other_nbytes) {
+  return address < other + other_nbytes && other < address + nbytes;
+}
+
 void* as_pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
 
 void carry_out(State& s, const std::function<bool(const Work&)>& is_due) {
@@ -117,18 +142,27 @@ Result init(unsigned) { return 0; }
 Result driver_version(int* version) { return *version = 13000, 0; }
 Result error_name(Result, const char** name) { return *name = "CUDA_ERROR_PLANTED", 0; }
 Result error_string(Result, const char** words) { return *words = "planted", 0; }
-Result device_count(int* count) { return *count = 1, 0; }
-Result device_get(cuda::Device* device, int) { return *device = 0, 0; }
-Result device_uuid(cuda::Uuid* uuid, cuda::Device) {
+Result device_count(int* count) { return *count = kDevices, 0; }
+Result device_get(cuda::Device* device, int ordinal) { return *device = ordinal, 0; }
+Result device_uuid(cuda::Uuid* uuid, cuda::Device device) {
   for (unsigned char i = 0; i < 16; ++i) uuid->bytes[i] = i;
+  uuid->bytes[0] = static_cast<unsigned char>(device);
   return 0;
 }
 Result device_attribute(int* value, int, cuda::Device) { return *value = 1, 0; }
-Result context_retain(cuda::Context* context, cuda::Device) {
-  return *context = reinterpret_cast<cuda::Context>(1), 0;
+Result device_can_access_peer(int* can, cuda::Device device, cuda::Device other) {
+  CHECK(device != other);
+  MAY_FAIL("cuDeviceCanAccessPeer");
+  return *can = s.has_peer_access ? 1 : 0, 0;
 }
-Result context_push(cuda::Context) { return 0; }
-Result context_pop(cuda::Context*) { return 0; }
+Result context_retain(cuda::Context* context, cuda::Device device) {
+  return *context = reinterpret_cast<cuda::Context>(static_cast<std::intptr_t>(device) + 1), 0;
+}
+Result context_push(cuda::Context context) { return contexts.push_back(device_of(context)), 0; }
+Result context_pop(cuda::Context*) {
+  CHECK(!contexts.empty());
+  return contexts.pop_back(), 0;
+}
 Result context_synchronize() {
   MAY_FAIL("cuCtxSynchronize");
   carry_out(s, [](const Work&) { return true; });
@@ -144,22 +178,24 @@ Result context_record_event(cuda::Context, cuda::Event event) {
 
 Result mem_info(std::size_t* free, std::size_t* total) {
   LOCKED;
-  *free = s.free_bytes;
+  *free = s.free_bytes.at(static_cast<std::size_t>(current_device()));
   *total = std::uint64_t{1} << 30;
   return 0;
 }
 Result mem_create(cuda::AllocationHandle* handle, std::size_t nbytes, const cuda::AllocationProperties* properties,
                   unsigned long long) {
-  CHECK(properties->type == cuda::kAllocationPinned && properties->location.id == 0);
+  const int device = properties->location.id;
+  CHECK(properties->type == cuda::kAllocationPinned && device >= 0 && device < kDevices);
   CHECK(nbytes % kGranularityBytes == 0);
   MAY_FAIL("cuMemCreate");
-  if (nbytes > s.free_bytes) return cuda::kOutOfMemory;
-  UniqueFd fd(::memfd_create(kName, MFD_CLOEXEC));
+  std::uint64_t& free_bytes = s.free_bytes.at(static_cast<std::size_t>(device));
+  if (nbytes > free_bytes) return cuda::kOutOfMemory;
+  UniqueFd fd(::memfd_create((kName + std::to_string(device)).c_str(), MFD_CLOEXEC));
   CHECK(fd && ::ftruncate(fd.borrow(), static_cast<off_t>(nbytes)) == 0);
-  s.free_bytes -= nbytes;
+  free_bytes -= nbytes;
   // Counted as free again when the last handle and mapping are gone.
-  std::shared_ptr<Physical> memory(new Physical{std::move(fd), nbytes}, [](Physical* last) {
-    state().free_bytes += last->nbytes;
+  std::shared_ptr<Physical> memory(new Physical{std::move(fd), nbytes, device}, [](Physical* last) {
+    state().free_bytes.at(static_cast<std::size_t>(last->device)) += last->nbytes;
     delete last;
   });
   *handle = s.next_id++;
@@ -174,10 +210,11 @@ Result mem_release(cuda::AllocationHandle handle) {
 Result mem_granularity(std::size_t* granularity, const cuda::AllocationProperties*, int) {
   return *granularity = kGranularityBytes, 0;
 }
-Result mem_properties(cuda::AllocationProperties* properties, cuda::AllocationHandle) {
+Result mem_properties(cuda::AllocationProperties* properties, cuda::AllocationHandle handle) {
   MAY_FAIL("cuMemGetAllocationPropertiesFromHandle");
+  CHECK(s.handles.contains(handle));
   *properties = {};
-  properties->location = {cuda::kLocationDevice, 0};
+  properties->location = {cuda::kLocationDevice, s.handles[handle]->device};
   return 0;
 }
 Result mem_export(void* fd, cuda::AllocationHandle handle, int, unsigned long long) {
@@ -191,13 +228,14 @@ Result mem_import(cuda::AllocationHandle* handle, void* os_handle, int) {
   const int fd = static_cast<int>(reinterpret_cast<std::intptr_t>(os_handle));
   char target[64]{};
   const std::string link = "/proc/self/fd/" + std::to_string(fd);
-  if (::readlink(link.c_str(), target, sizeof target - 1) < 0 || std::strstr(target, kName) == nullptr) {
-    return cuda::kInvalidValue;
-  }
+  if (::readlink(link.c_str(), target, sizeof target - 1) < 0) return cuda::kInvalidValue;
+  const char* const name = std::strstr(target, kName);
+  if (name == nullptr) return cuda::kInvalidValue;
   struct stat facts {};
   CHECK(::fstat(fd, &facts) == 0);
   *handle = s.next_id++;
-  s.handles[*handle] = std::make_shared<Physical>(UniqueFd(::dup(fd)), static_cast<std::uint64_t>(facts.st_size));
+  s.handles[*handle] = std::make_shared<Physical>(
+      UniqueFd(::dup(fd)), static_cast<std::uint64_t>(facts.st_size), name[std::strlen(kName)] - '0');
   return 0;
 }
 Result address_reserve(cuda::DevicePointer* address, std::size_t nbytes, std::size_t, cuda::DevicePointer,
@@ -228,14 +266,15 @@ Result mem_map(cuda::DevicePointer address, std::size_t nbytes, std::size_t, cud
   CHECK(next == s.mappings.end() || next->first >= address + nbytes);
   CHECK(::mmap(as_pointer(address), nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd.borrow(), 0) !=
         MAP_FAILED);
-  s.mappings[address] = {memory, nbytes, 0};
+  s.mappings[address] = {memory, nbytes, {}};
   return 0;
 }
 Result mem_unmap(cuda::DevicePointer address, std::size_t nbytes) {
   LOCKED;
   CHECK(s.mappings.contains(address) && s.mappings[address].nbytes == nbytes);
   for (const Work& work : s.pending) {
-    CHECK(work.address + work.nbytes <= address || address + nbytes <= work.address);
+    CHECK(!overlaps(work.address, work.nbytes, address, nbytes));
+    CHECK(!overlaps(reinterpret_cast<std::uint64_t>(work.source), work.nbytes, address, nbytes));
   }
   s.mappings.erase(address);
   CHECK(::mmap(as_pointer(address), nbytes, PROT_NONE,
@@ -244,11 +283,16 @@ Result mem_unmap(cuda::DevicePointer address, std::size_t nbytes) {
 }
 Result set_access(cuda::DevicePointer address, std::size_t nbytes, const cuda::AccessDescription* description,
                   std::size_t count) {
-  CHECK(count == 1 && description->location.id == 0);
+  CHECK(count == 1 && description->location.id >= 0 && description->location.id < kDevices);
   MAY_FAIL("cuMemSetAccess");
+  const auto device = static_cast<std::size_t>(description->location.id);
   for (std::uint64_t at = address; at < address + nbytes; at += s.mappings[at].nbytes) {
     CHECK(s.mappings.contains(at));
-    s.mappings[at].access = description->flags;
+    const Mapped& mapped = s.mappings[at];
+    const bool is_own = mapped.memory->device == description->location.id;
+    // This code has no business in letting a device write to another's memory.
+    CHECK(is_own || (s.has_peer_access && description->flags == cuda::kAccessRead));
+    s.mappings[at].access.at(device) = description->flags;
   }
   const int protection = description->flags == cuda::kAccessReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
   CHECK(::mprotect(as_pointer(address), nbytes, protection) == 0);
@@ -279,11 +323,30 @@ Result copy_to_device(cuda::DevicePointer to, const void* from, std::size_t nbyt
   s.pending.push_back({++s.sequence, stream, to, nbytes, from});
   return 0;
 }
+// The device of the stream needs access to both ends.
+Result copy_on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::size_t nbytes, cuda::Stream stream) {
+  MAY_FAIL("cuMemcpyDtoDAsync");
+  CHECK(s.streams.contains(stream) && s.streams[stream] == current_device());
+  CHECK(access_to(s, to, nbytes, current_device()) == cuda::kAccessReadWrite);
+  CHECK(access_to(s, from, nbytes, current_device()) != 0);
+  s.pending.push_back({++s.sequence, stream, to, nbytes, as_pointer(from)});
+  return 0;
+}
+// Each device needs access to its own end.
+Result copy_between(cuda::DevicePointer to, cuda::Context to_context, cuda::DevicePointer from,
+                    cuda::Context from_context, std::size_t nbytes, cuda::Stream stream) {
+  MAY_FAIL("cuMemcpyPeerAsync");
+  CHECK(s.streams.contains(stream) && s.streams[stream] == current_device());
+  CHECK(access_to(s, to, nbytes, device_of(to_context)) == cuda::kAccessReadWrite);
+  CHECK(access_to(s, from, nbytes, device_of(from_context)) != 0);
+  s.pending.push_back({++s.sequence, stream, to, nbytes, as_pointer(from)});
+  return 0;
+}
 Result stream_create(cuda::Stream* stream, unsigned flags, int) {
   CHECK(flags == cuda::kStreamNonBlocking);
   MAY_FAIL("cuStreamCreateWithPriority");
   *stream = reinterpret_cast<cuda::Stream>(s.next_id++);
-  s.streams[*stream] = 1;
+  s.streams[*stream] = current_device();
   return 0;
 }
 Result stream_destroy(cuda::Stream stream) {
@@ -340,6 +403,7 @@ void* find(const std::string& name) {
       {"cuDeviceGet", erased(&device_get)},
       {"cuDeviceGetUuid", erased(&device_uuid)},
       {"cuDeviceGetAttribute", erased(&device_attribute)},
+      {"cuDeviceCanAccessPeer", erased(&device_can_access_peer)},
       {"cuDevicePrimaryCtxRetain", erased(&context_retain)},
       {"cuCtxPushCurrent", erased(&context_push)},
       {"cuCtxPopCurrent", erased(&context_pop)},
@@ -361,6 +425,8 @@ void* find(const std::string& name) {
       {"cuMemHostAlloc", erased(&host_alloc)},
       {"cuMemFreeHost", erased(&host_free)},
       {"cuMemcpyHtoDAsync", erased(&copy_to_device)},
+      {"cuMemcpyDtoDAsync", erased(&copy_on_device)},
+      {"cuMemcpyPeerAsync", erased(&copy_between)},
       {"cuStreamCreateWithPriority", erased(&stream_create)},
       {"cuStreamDestroy", erased(&stream_destroy)},
       {"cuStreamSynchronize", erased(&stream_synchronize)},
@@ -414,7 +480,7 @@ extern "C" __attribute__((visibility("default"))) const FakeCuda& fake_cuda() {
           [](std::uint64_t address) {
             LOCKED;
             CHECK(s.mappings.contains(address));
-            return s.mappings[address].access;
+            return std::ranges::max(s.mappings[address].access);
           },
       .live =
           [] {
@@ -425,7 +491,12 @@ extern "C" __attribute__((visibility("default"))) const FakeCuda& fake_cuda() {
       .set_free_bytes =
           [](std::uint64_t nbytes) {
             LOCKED;
-            s.free_bytes = nbytes;
+            s.free_bytes.fill(nbytes);
+          },
+      .set_peer_access =
+          [](bool is_possible) {
+            LOCKED;
+            s.has_peer_access = is_possible;
           },
   };
   return control;

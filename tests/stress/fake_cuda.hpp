@@ -1,4 +1,4 @@
-// A CUDA driver without a GPU, stricter than a real one: device memory is memfds at real addresses.
+// A CUDA driver with two devices and no GPU, stricter than a real one: device memory is memfds at real addresses.
 //
 // Built as a library with the driver's name, so that the code under test opens it as it would the real
 // one.  Copies and other device work happen only when something waits for them: memory that is reused or
@@ -22,12 +22,15 @@ struct FakeCuda {
   void (*submit_read)(std::uint64_t address, std::uint64_t nbytes);
   // Pieces of work that nobody has waited for yet.
   std::size_t (*pending)();
-  // 0, 1 (read) or 3 (read and write); the program ends where nothing is mapped.
+  // 0, 1 (read) or 3 (read and write), of the device that may do most; the program ends where nothing
+  // is mapped.
   int (*access)(std::uint64_t address);
   // Handles, reservations, mappings, events, streams, pinned and plain allocations that are not undone.
   std::size_t (*live)();
-  // Bytes that the device has left to give.
+  // Bytes that each device has left to give.
   void (*set_free_bytes)(std::uint64_t nbytes);
+  // Whether the devices can use each other's memory; they can at first.
+  void (*set_peer_access)(bool is_possible);
 };
 
 }  // namespace changeover::stress

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog.testing
 import zmq
 
+import inferd.link
 from inferd.link import Identity, LoaderdLink
 from inferd.preparation import Preparer
 from inferd.slot_states import SlotState
@@ -205,6 +207,36 @@ def test_the_in_flight_policy_comes_with_the_flip(short_path: Path) -> None:
         assert (second.requests_turned, pair.turned) == (3, [("switch", v1.tag)])
         await pair.lease.commit(v2.tag, Epoch(3), 5, "abort")
         assert len(pair.turned) == 1, "the version did not change"
+        _close(v1, v2)
+
+    run(short_path, scenario)
+
+
+def test_an_announced_commit_is_known_by_its_bytes(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+
+    def noting(frame: bytes, adapter: Any, cap_bytes: int) -> Any:
+        message = decode(frame, adapter, cap_bytes)
+        decoded.append(message.kind)
+        return message
+
+    monkeypatch.setattr(inferd.link, "decode", noting)
+
+    async def scenario(pair: Pair) -> None:
+        v1 = await _prepared(pair, "v1")
+        await pair.lease.announce(v1.tag, Epoch(1), "finish")
+        await pair.lease.commit(v1.tag, Epoch(1), 5)
+        assert (pair.slots.serving(), pair.slots.epoch) == (v1.tag, 1)
+        assert "commit" not in decoded
+        v2 = await _prepared(pair, "v2", b"y")
+        await pair.lease.announce(v2.tag, Epoch(2), "finish")
+        assert pair.slots.serving() == v1.tag, "an announcement changes nothing"
+        await pair.lease.commit(v2.tag, Epoch(3), 5)  # another order than the announced one
+        assert (pair.slots.serving(), pair.slots.epoch) == (v2.tag, 3)
+        assert decoded.count("commit") == 1
+        await pair.lease.announce(v1.tag, Epoch(3), "finish")
+        with pytest.raises(StaleEpoch):  # announced or not, the fence holds
+            await pair.lease.commit(v1.tag, Epoch(3), 5)
         _close(v1, v2)
 
     run(short_path, scenario)

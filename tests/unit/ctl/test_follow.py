@@ -80,7 +80,6 @@ def test_every_state_has_an_outcome() -> None:
         "done": ExitCode.DONE,
         "refused": ExitCode.REFUSED,
         "failed": ExitCode.FAILED,
-        "rolled_back": ExitCode.FAILED,
         "superseded": ExitCode.SUPERSEDED,
     }
 

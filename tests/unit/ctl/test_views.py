@@ -11,7 +11,7 @@ from loaderd.ctl.exit_codes import ExitCode, exit_code_of
 from loaderd.ctl.follow import Conclusion
 from loaderd.ctl.live_view import LiveView
 from loaderd.ctl.operation_view import JsonView, LineView
-from loaderd.ctl.summary import failure, plan_lines, version_name
+from loaderd.ctl.summary import failure, outcome_lines, plan_lines, version_name
 from loaderd.ctl.terminal import OutputClosedError, Terminal
 from shared.errors import (
     ChangeoverError,
@@ -77,9 +77,9 @@ def test_verified_bytes_are_measured_by_the_plan_or_not_at_all(capsys: pytest.Ca
     view = LineView(Terminal(), lambda: 0.0)
     view.plan(reports.push_reply())
     view.report(verifying)
-    assert "verifying   128.0 MiB of 257.0 MiB (49 %), 512.0 MiB/s\n" in capsys.readouterr().out
+    assert "verifying   128.0 MiB of 257.0 MiB (49 %), 256.0 MiB/s\n" in capsys.readouterr().out
     LineView(Terminal(), lambda: 0.0).report(verifying)
-    assert "verifying   128.0 MiB, 512.0 MiB/s\n" in capsys.readouterr().out
+    assert "verifying   128.0 MiB, 256.0 MiB/s\n" in capsys.readouterr().out
 
 
 def test_a_version_is_called_as_its_folder() -> None:
@@ -87,16 +87,22 @@ def test_a_version_is_called_as_its_folder() -> None:
     assert version_name(reports.operation(version="smollm2-v2")) == "smollm2-v2"
 
 
-def test_a_plan_that_does_not_fit_or_gives_up_the_way_back_says_so() -> None:
+def test_a_plan_that_gives_up_the_way_back_says_so() -> None:
     lines = [line.text for line in plan_lines(reports.plan(free_bytes=MIB, sweep_first=True))]
-    assert any("peak 66.0 MiB of 1.0 MiB free: does not fit" in line for line in lines)
+    assert any("allocate 64.0 MiB of 1.0 MiB free, peak of all weights 66.0 MiB" in line for line in lines)
     assert any("cannot be rolled back to" in line for line in lines)
 
 
+def test_a_push_that_nobody_serves_says_so() -> None:
+    alone = reports.ended("done", inferds_total=0, inferds_committed=0, flip_ns=())
+    lines = [line.text for line in outcome_lines(Conclusion(ExitCode.DONE, OPERATION, alone))]
+    assert "  inferds  none is attached; those that attach later are given it" in lines
+
+
 def test_a_failure_without_a_cause_is_still_told() -> None:
-    report = reports.ended("rolled_back")
+    report = reports.ended("failed", error=None)
     assert failure(Conclusion(ExitCode.FAILED, OPERATION, report)) == (
-        "push of smollm2-v2 ended as rolled_back, no cause was given"
+        "push of smollm2-v2 ended as failed, no cause was given"
     )
 
 

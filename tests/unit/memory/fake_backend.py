@@ -1,6 +1,6 @@
 """A memory backend without memory mappings, stricter than a real one.
 
-Slabs are byte arrays in a `FakeMemory`, which stands for the device: backends of a writer and of
+Slabs are byte arrays in a `FakeMemory`, which stands for the devices: backends of a writer and of
 readers share it.  Closing twice, using a closed slab, leaving a range and sealing twice raise; writing
 through a tensor is found when the slab is closed; slabs that nobody closed are listed.  The n-th call of
 an operation can be told to fail, and a read can be held.
@@ -28,48 +28,59 @@ from shared.errors import (
 )
 from shared.ids import HOST_DEVICE, DeviceId, SlabId
 from shared.layout import SlabEntry
+from shared.memory.backend import Slab
 from shared.memory.usage import DeviceUsage
 from shared.tensor_size import tensor_nbytes
 
 if TYPE_CHECKING:
     import torch
 
-Operation = Literal["create", "read", "seal", "import", "crc32", "sha256", "tensor"]
+Operation = Literal["create", "read", "replicate", "seal", "import", "crc32", "sha256", "tensor"]
 
 _FD_MAGIC = b"changeover fake slab "
 
 
 @dataclass(slots=True)
 class FakeMemory:
-    """One device's memory: sealed slabs by id, and how many bytes are taken."""
+    """The memory of devices of `capacity_bytes` each: sealed slabs by id, and how many bytes are taken."""
 
     capacity_bytes: int = 1 << 30
-    used_bytes: int = 0
+    devices: tuple[DeviceId, ...] = (HOST_DEVICE,)
+    used: Counter[DeviceId] = field(default_factory=Counter)
     sealed: dict[SlabId, bytearray] = field(default_factory=dict)
+    entries: dict[SlabId, SlabEntry] = field(default_factory=dict)
     owners: Counter[SlabId] = field(default_factory=Counter)
     _ids: count[int] = field(default_factory=count)
 
     @property
-    def free_bytes(self) -> int:
-        return self.capacity_bytes - self.used_bytes
+    def used_bytes(self) -> int:
+        return self.used.total()
 
-    def take(self, nbytes: int) -> SlabId:
-        if nbytes > self.free_bytes:
-            raise OutOfMemory(what="a fake slab", needed_bytes=nbytes, free_bytes=self.free_bytes)
-        self.used_bytes += nbytes
-        slab_id = SlabId(f"fake-{next(self._ids)}")
-        self.owners[slab_id] = 1
-        return slab_id
+    def free_bytes(self, device: DeviceId) -> int:
+        if device not in self.devices:
+            raise InvariantError(f"the fake backend has no device {device!r}")
+        return self.capacity_bytes - self.used[device]
+
+    def take(self, device: DeviceId, nbytes: int) -> SlabEntry:
+        free = self.free_bytes(device)
+        if nbytes > free:
+            raise OutOfMemory(what=f"a fake slab on {device}", needed_bytes=nbytes, free_bytes=free)
+        self.used[device] += nbytes
+        entry = SlabEntry(SlabId(f"fake-{next(self._ids)}"), device, nbytes)
+        self.owners[entry.slab_id] = 1
+        self.entries[entry.slab_id] = entry
+        return entry
 
     def share(self, slab_id: SlabId) -> None:
         self.owners[slab_id] += 1
 
-    def give_back(self, slab_id: SlabId, nbytes: int) -> None:
+    def give_back(self, slab_id: SlabId) -> None:
         self.owners[slab_id] -= 1
         if self.owners[slab_id] == 0:
             del self.owners[slab_id]
             self.sealed.pop(slab_id, None)
-            self.used_bytes -= nbytes
+            entry = self.entries.pop(slab_id)
+            self.used[entry.device] -= entry.nbytes
 
 
 class FakeSlab:
@@ -137,7 +148,7 @@ class FakeSlab:
         self._is_open = False
         os.close(self._fd)
         self._backend.live.remove(self)
-        self._backend.memory.give_back(self._entry.slab_id, self._entry.nbytes)
+        self._backend.memory.give_back(self._entry.slab_id)
         if zlib.crc32(self._data) != self._sealed_crc32:
             raise InvariantError(f"slab {self._entry.slab_id} was written to after it was sealed")
 
@@ -193,6 +204,10 @@ class FakeWritableSlab:
         self._data[offset_bytes : offset_bytes + nbytes] = data
         return zlib.crc32(data)
 
+    def copy_from(self, data: bytearray) -> None:
+        self._check_open("copied into")
+        self._data[:] = data
+
     def seal(self) -> FakeSlab:
         self._check_open("sealed")
         self._backend.count("seal")
@@ -203,7 +218,7 @@ class FakeWritableSlab:
     def close(self) -> None:
         self._check_open("closed")
         self._leave()
-        self._backend.memory.give_back(self._entry.slab_id, self._entry.nbytes)
+        self._backend.memory.give_back(self._entry.slab_id)
 
     def __enter__(self) -> Self:
         return self
@@ -259,12 +274,10 @@ class FakeBackend:
             raise InvariantError(f"slabs were not closed: {', '.join(ids)}")
 
     def devices(self) -> tuple[DeviceId, ...]:
-        return (HOST_DEVICE,)
+        return self.memory.devices
 
     def free_bytes(self, device: DeviceId) -> int:
-        if device != HOST_DEVICE:
-            raise InvariantError(f"the fake backend has no device {device!r}")
-        return self.memory.free_bytes
+        return self.memory.free_bytes(device)
 
     def usage(self, device: DeviceId) -> DeviceUsage:
         free_bytes = self.free_bytes(device)
@@ -275,7 +288,13 @@ class FakeBackend:
             raise InvariantError(f"a slab cannot have {nbytes} bytes")
         self.free_bytes(device)
         self.count("create")
-        return FakeWritableSlab(self, SlabEntry(self.memory.take(nbytes), device, nbytes))
+        return FakeWritableSlab(self, self.memory.take(device, nbytes))
+
+    def replicate(self, slab: Slab, device: DeviceId) -> FakeSlab:
+        with self.create_slab(device, slab.entry.nbytes) as replica:
+            self.count("replicate")
+            replica.copy_from(self._bytes_of(slab))
+            return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> FakeSlab:
         try:
@@ -288,11 +307,14 @@ class FakeBackend:
         if not text.startswith(_FD_MAGIC):
             raise ProtocolError("the fd is not a fake slab")
         slab_id = SlabId(text[len(_FD_MAGIC) :].decode())
-        data = self.memory.sealed.get(slab_id)
-        if slab_id != entry.slab_id or data is None or len(data) != entry.nbytes:
+        if slab_id not in self.memory.sealed or self.memory.entries[slab_id] != entry:
             raise ProtocolError(f"slab {slab_id} is not {entry}")
         self.memory.share(slab_id)
         return FakeSlab(self, entry)
+
+    def _bytes_of(self, slab: Slab) -> bytearray:
+        slab.borrow_fd()  # raises where it is closed
+        return self.memory.sealed[slab.entry.slab_id]
 
 
 def _check_range(entry: SlabEntry, offset_bytes: int, nbytes: int) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from shared.errors import DriverError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
+from shared.layout import SlabEntry
 from shared.memory.backend import MemoryBackend, Slab
 from shared.memory.cuda import CudaBackend
 from shared.memory.host import HostBackend
@@ -52,6 +53,12 @@ def fake_pair() -> Pair:
     return Pair(FakeBackend(memory), FakeBackend(memory))
 
 
+def fake_pair_of_several_devices() -> Pair:
+    devices = (DeviceId("GPU-a"), DeviceId("GPU-b"), DeviceId("GPU-c"))
+    memory = FakeMemory(capacity_bytes=LIMIT_BYTES, devices=devices)
+    return Pair(FakeBackend(memory), FakeBackend(memory))
+
+
 def host_pair() -> Pair:
     return Pair(HostBackend(limit_bytes=LIMIT_BYTES), HostBackend())
 
@@ -62,7 +69,7 @@ def cuda_pair() -> Pair:
     return Pair(CudaBackend(limit_bytes=LIMIT_BYTES), CudaBackend())
 
 
-@pytest.fixture(params=[fake_pair, host_pair, cuda_pair])
+@pytest.fixture(params=[fake_pair, fake_pair_of_several_devices, host_pair, cuda_pair])
 def pair(request: pytest.FixtureRequest) -> Pair:
     make: Callable[[], Pair] = request.param
     return make()
@@ -283,6 +290,58 @@ def test_a_slab_of_another_device_is_refused(pair: Pair) -> None:
             pair.reader.import_slab(entry, fd)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+
+def test_a_replica_has_the_same_bytes_and_a_life_of_its_own(pair: Pair) -> None:
+    free = pair.writer.free_bytes(pair.device)
+    for device in pair.writer.devices():  # a slab's own device is as good as another
+        slab = pair.sealed()
+        replica = pair.writer.replicate(slab, device)
+        assert replica.entry == SlabEntry(replica.entry.slab_id, device, SLAB_BYTES)
+        assert replica.entry.slab_id != slab.entry.slab_id
+        slab.close()
+        assert replica.crc32(0, SLAB_BYTES) == zlib.crc32(DATA)
+        leaves = [hashlib.sha256(DATA[at : at + 4096]).digest() for at in range(0, SLAB_BYTES, 4096)]
+        assert replica.sha256_leaves(0, SLAB_BYTES, 4096) == b"".join(leaves)
+        with pair.reader.import_slab(replica.entry, os.dup(replica.borrow_fd())) as copy:
+            assert copy.tensor(7, "U8", (3,)).tolist() == list(DATA[7:10])
+        replica.close()
+    assert pair.writer.free_bytes(pair.device) == free
+
+
+def test_a_replica_of_an_import_has_the_same_bytes(pair: Pair) -> None:
+    with (
+        pair.sealed() as slab,
+        pair.reader.import_slab(slab.entry, os.dup(slab.borrow_fd())) as copy,
+        pair.reader.replicate(copy, pair.device) as replica,
+    ):
+        assert replica.crc32(0, SLAB_BYTES) == zlib.crc32(DATA)
+
+
+def test_a_replica_that_does_not_fit_leaves_nothing(pair: Pair) -> None:
+    with pair.sealed() as slab:
+        free = pair.writer.free_bytes(pair.device)
+        fds = open_fds()
+        with pair.writer.create_slab(pair.device, free):
+            with pytest.raises(OutOfMemory) as caught:
+                pair.writer.replicate(slab, pair.device)
+            assert caught.value.facts["needed_bytes"] == SLAB_BYTES
+        assert pair.writer.free_bytes(pair.device) == free
+        assert open_fds() == fds
+
+
+def test_closed_slabs_and_foreign_devices_are_not_replicated(pair: Pair) -> None:
+    free = pair.writer.free_bytes(pair.device)
+    slab = pair.sealed()
+    with pytest.raises(InvariantError):
+        pair.writer.replicate(slab, DeviceId("GPU-0"))
+    slab.close()
+    with pytest.raises(InvariantError):
+        pair.writer.replicate(slab, pair.device)
+    assert pair.writer.free_bytes(pair.device) == free
 
 
 # --- tensors -------------------------------------------------------------------------------------

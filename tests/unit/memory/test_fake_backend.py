@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shared.errors import DriverError, InvariantError, OutOfMemory
-from shared.ids import HOST_DEVICE, SlabId
+from shared.errors import DriverError, InvariantError, OutOfMemory, ProtocolError
+from shared.ids import HOST_DEVICE, DeviceId, SlabId
 
-from .fake_backend import FakeBackend
+from .fake_backend import FakeBackend, FakeMemory
 
 
 def test_leaks_are_named() -> None:
@@ -60,3 +61,32 @@ def test_a_read_can_be_held() -> None:
     with backend.create_slab(HOST_DEVICE, 16) as slab, Path(os.devnull).open() as file:
         slab.read_file(file.fileno(), 0, 0, 0)
         assert held == [slab.entry.slab_id]
+
+
+def test_devices_have_memory_of_their_own() -> None:
+    one, other = DeviceId("GPU-a"), DeviceId("GPU-b")
+    backend = FakeBackend(FakeMemory(capacity_bytes=32, devices=(one, other)))
+    with backend.create_slab(one, 32) as full:
+        assert (backend.free_bytes(one), backend.free_bytes(other)) == (0, 32)
+        with pytest.raises(OutOfMemory, match=one):
+            backend.create_slab(one, 1)
+        backend.create_slab(other, 32).close()
+        with full.seal() as slab, backend.replicate(slab, other) as replica:
+            assert replica.entry.device == other
+            with pytest.raises(ProtocolError):
+                backend.import_slab(replace(replica.entry, device=one), os.dup(replica.borrow_fd()))
+    backend.check_no_leaks()
+    assert backend.memory.used_bytes == 0
+
+
+def test_a_replica_that_fails_leaves_nothing() -> None:
+    one, other = DeviceId("GPU-a"), DeviceId("GPU-b")
+    backend = FakeBackend(FakeMemory(devices=(one, other)))
+    with backend.create_slab(one, 16).seal() as slab:
+        backend.fail("replicate", DriverError("copy", 719, "planted"))
+        with pytest.raises(DriverError):
+            backend.replicate(slab, other)
+        assert backend.memory.used[other] == 0
+    with pytest.raises(InvariantError):
+        backend.replicate(slab, other)
+    backend.check_no_leaks()
