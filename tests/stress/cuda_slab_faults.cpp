@@ -214,6 +214,21 @@ void a_reserve_holds_what_there_is() {
     CHECK(reserve.resize(2) == 2);
   }
   CHECK(device().memory().free_bytes == 3 * kStepBytes + 1);
+  {
+    // What a reader maps is not there to be reserved, though its writer has given it up.
+    const auto budget = std::make_shared<Budget>(std::nullopt);
+    const File file(2 * kStepBytes);
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+    const auto slab = sealed(*budget, staging, file);
+    const auto copy =
+        CudaSlab::import(*budget, device(), "slab", slab->nbytes(), UniqueFd(::dup(slab->borrow_fd())));
+    slab->close();
+    CudaReserve reserve(device(), kStepBytes);
+    CHECK(reserve.resize(3) == 1);
+    CHECK(crc32(resident(*copy->share())) == crc32(file.bytes));
+    copy->close();
+    CHECK(reserve.resize(3) == 3);
+  }
   fake_cuda().set_free_bytes(kDeviceBytes);
   const int calls = break_everywhere([] {
     CudaReserve reserve(device(), kStepBytes);
