@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from shared import _native
 from shared.digest import SHA256_BYTES
-from shared.errors import ConfigError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
+from shared.errors import ConfigError, DriverError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.backend import Slab
@@ -44,6 +44,8 @@ SLOTS_PER_THREAD = 2
 
 BATCH_BYTES = 4 << 30
 """Hashed in one launch: enough leaves for every thread of the device, and a bound on what waits for it."""
+
+CUDA_ERROR_OUT_OF_MEMORY = 2
 
 _LARGEST_SLAB_BYTES = 2**63 - 1
 
@@ -282,10 +284,20 @@ class CudaBackend:
         return WritableCudaSlab(entry, native, partial(self._after_close, device))
 
     def _allocate(self, entry: SlabEntry, staging: _native.CudaStaging) -> _native.WritableCudaSlab:
-        create = partial(
-            _native.create_cuda_slab,
-            *(self._budgets[entry.device], staging, entry.slab_id, entry.nbytes, self._legacy_ipc),
-        )
+        def create() -> _native.WritableCudaSlab:
+            try:
+                return _native.create_cuda_slab(
+                    self._budgets[entry.device], staging, entry.slab_id, entry.nbytes, self._legacy_ipc
+                )
+            except DriverError as error:
+                # A full device has no room for page tables either: mapping fails, not allocating.
+                if error.number != CUDA_ERROR_OUT_OF_MEMORY:
+                    raise
+                free, _ = _native.cuda_memory(entry.device)
+                raise OutOfMemory(
+                    what=f"mapping a slab on {entry.device}", needed_bytes=entry.nbytes, free_bytes=free
+                ) from error
+
         pool = self._pools.get(entry.device)
         if pool is None:
             return create()

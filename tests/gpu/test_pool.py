@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from shared import _native
-from shared.errors import ConfigError, InvariantError
+from shared.errors import ConfigError, DriverError, InvariantError, OutOfMemory
 from shared.ids import DeviceId
 from shared.memory.cuda import CudaBackend
 from shared.memory.pool import PIECE_BYTES
@@ -79,11 +79,41 @@ def test_what_a_reader_still_maps_is_not_used_again(gpu: DeviceId, crowded: Cuda
     slab.close()
     reserved_bytes = crowded.usage(gpu).reserved_bytes
     assert reserved_bytes <= POOL_BYTES - 5 * PIECE_BYTES
-    # All of the reserve goes into a new slab, and the reader's bytes stay what they were.
-    with crowded.create_slab(gpu, reserved_bytes):
+    # Nearly all of the reserve goes into a new slab, and the reader's bytes stay what they were.
+    with crowded.create_slab(gpu, reserved_bytes - (2 << 20)):
         assert kept.crc32(0, SLAB_BYTES) == before
     kept.close()
     assert crowded.usage(gpu).reserved_bytes == POOL_BYTES
+
+
+def test_a_device_without_room_for_page_tables_is_out_of_memory(
+    gpu: DeviceId, pooled: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = _native.create_cuda_slab
+    reserved = []
+
+    def create_after(failures: int, number: int) -> Callable[..., object]:
+        def attempt(*arguments: object) -> object:
+            reserved.append(pooled._pools[gpu].reserved_bytes)
+            if len(reserved) <= failures:
+                raise DriverError("cuMemSetAccess", number, "planted")
+            return create(*arguments)  # type: ignore[arg-type]
+
+        return attempt
+
+    monkeypatch.setattr(_native, "create_cuda_slab", create_after(2, 2))
+    pooled.create_slab(gpu, PIECE_BYTES).close()
+    assert reserved == [POOL_BYTES, POOL_BYTES - PIECE_BYTES, POOL_BYTES - 2 * PIECE_BYTES]
+    assert pooled.usage(gpu).reserved_bytes == POOL_BYTES
+    reserved.clear()
+    monkeypatch.setattr(_native, "create_cuda_slab", create_after(1000, 2))
+    with pytest.raises(OutOfMemory, match="mapping a slab"):
+        pooled.create_slab(gpu, PIECE_BYTES)
+    assert reserved[-1] == 0
+    assert pooled.usage(gpu).reserved_bytes == POOL_BYTES
+    monkeypatch.setattr(_native, "create_cuda_slab", create_after(2000, 700))
+    with pytest.raises(DriverError):
+        pooled.create_slab(gpu, PIECE_BYTES)
 
 
 def test_blocks_of_legacy_ipc_have_no_pool(gpu: DeviceId) -> None:
