@@ -27,6 +27,22 @@ def test_a_slab_takes_from_the_reserve_only_what_is_not_free() -> None:
     assert reserve.pieces == 1
 
 
+def test_a_refusal_without_a_shortage_takes_piece_after_piece_and_ends() -> None:
+    device = FakeDevice(100)
+    pool = Pool(FakeReserve(device, 10), 40, 10)
+    pool.keep(0)
+    seen = []
+
+    def refuse() -> None:
+        seen.append(pool.reserved_bytes)
+        assert len(seen) < 10, "this does not end"
+        raise OutOfMemory(what="addresses", needed_bytes=10, free_bytes=device.free)
+
+    with pytest.raises(OutOfMemory):
+        pool.allocate(10, refuse)
+    assert seen == [40, 30, 20, 10, 0]
+
+
 def test_what_is_given_up_for_a_slab_that_fails_is_taken_back() -> None:
     device = FakeDevice(50)
     pool = Pool(FakeReserve(device, 10), 40, 10)
