@@ -30,8 +30,9 @@ def push(
 ) -> None:
     """Load, verify and prepare a checkpoint, then flip every inferd of its model to it.
 
-    The plan is printed first; a push that cannot work is refused before anything changes (exit code
-    5). Ctrl-C stops the waiting, not the push.
+    The plan comes first; a push that cannot work is refused (exit code 5).
+
+    Ctrl-C stops the waiting, not the push.
     """
     session = session_of(context, is_json=json)
     body = Push(

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from loaderd.ctl import tables
 from loaderd.ctl.client import HASH_DEADLINE_S, ControlClient
-from loaderd.ctl.session import Json, Model, Session, session_of
+from loaderd.ctl.session import Json, Session, session_of
 from loaderd.ctl.text import printable
 from shared.control import (
     Diff,
@@ -57,7 +57,7 @@ def versions(context: typer.Context, json: Json = False) -> None:
 
 def history(
     context: typer.Context,
-    model: Model = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Only entries of this model.")] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000, help="How many entries.")] = 50,
     json: Json = False,
 ) -> None:
