@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shared.config_file import ConfigModel
+from shared.memory.pool import PIECE_BYTES
 from shared.memory.selection import BackendName
 from shared.messages import Name
 from shared.run_dir import DEFAULT_RUN_DIR
@@ -34,6 +35,7 @@ class LoaderdConfig(ConfigModel):
     device: str | None = None  # full UUID of a GPU; may be left out where there is one
     legacy_ipc: bool = False  # cuda: blocks of legacy CUDA IPC in place of fds, which inferds could write to
     memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None  # weights of all versions together
+    pool_bytes: Annotated[int, Field(ge=PIECE_BYTES)] | None = None  # cuda: kept for weights, used or not
     slab_bytes: Annotated[int, Field(ge=2 << 20)] = 1 << 30
     admin_group: str | None = None  # may push and roll back, beside root and the daemon's user
     inferd_group: str | None = None  # may attach and take weights, and nothing else

@@ -23,11 +23,13 @@ from loaderd.config import LoaderdConfig
 from loaderd.control_server import ControlServer
 from loaderd.deployment import Deployment, Host
 from loaderd.event_socket import EventSocket
+from loaderd.gpu_watch import GpuWatch
 from loaderd.handoff_server import HandoffServer
 from loaderd.inquiries import Inquiries
 from loaderd.journal import Journal
 from loaderd.leases import Lease
 from loaderd.metrics import LoaderdMetrics
+from loaderd.nvml import open_nvml
 from loaderd.operations import Operations
 from loaderd.placement import PlacementRules
 from loaderd.plan import Verdict as PlanVerdict
@@ -51,7 +53,7 @@ from shared.control import (
 from shared.errors import ChangeoverError, ConfigError, InvalidRequest, ResourceError
 from shared.health import HealthServer, LoopPulse
 from shared.ids import Generation, LeaseId, VersionRef
-from shared.memory.selection import choose_device, open_backend
+from shared.memory.selection import choose_device, open_backend, reserve_pool
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
 from shared.run_dir import RunDir, listen_seqpacket
@@ -85,6 +87,10 @@ class Loaderd:
         self._supervisor = supervisor
         self._backend = open_backend(config.backend, config.memory_limit_bytes, legacy_ipc=config.legacy_ipc)
         self._device = choose_device(self._backend, config.device)
+        if config.pool_bytes is not None:
+            self._reserve(config.pool_bytes)
+        nvml = open_nvml() if config.backend == "cuda" else None
+        self.gpus = GpuWatch(nvml, (self._device,), chronicle)
         self.slabs = SlabTable()
         versions = VersionTable(chronicle, self.slabs)
         planner = Planner(
@@ -94,6 +100,7 @@ class Loaderd:
             versions,
             PlacementRules(slab_bytes=config.slab_bytes),
             config.memory_limit_bytes,
+            self.gpus,
         )
         self.handoff = HandoffServer(
             chronicle.generation, self.policy(), self._backend, chronicle, holder=self
@@ -105,6 +112,7 @@ class Loaderd:
             planner,
             self._backend,
             self._device,
+            self.gpus,
             self.handoff.leases,
             self._spawn,
         )
@@ -112,6 +120,18 @@ class Loaderd:
         self._reconciliations: dict[str, Reconciliation] = {}
         self.inquiries = Inquiries(self._host, self.deployments, config.model_roots)
         self._attempts: dict[LeaseId, tuple[int, float]] = {}  # failures, and when to try again
+
+    def _reserve(self, pool_bytes: int) -> None:
+        missing = reserve_pool(self._backend, self._device, pool_bytes)
+        if missing > 0:
+            # No reason to end: what is missing may be what inferds still hold of loaderd's last life.
+            self._chronicle.record(
+                "pool.short",
+                f"{missing} of the pool's {pool_bytes} bytes are held by others until they are free",
+                device=self._device,
+                pool_bytes=pool_bytes,
+                missing_bytes=missing,
+            )
 
     def policy(self) -> Policy:
         """Who may do what; raises ConfigError for a group that does not exist."""
@@ -218,6 +238,9 @@ class Loaderd:
         again, with longer waits."""
         while True:
             await asyncio.sleep(MAINTAIN_EVERY_S)
+            if self._config.pool_bytes is not None:
+                # Asking has the pool take back what readers have let go of.
+                self._backend.free_bytes(self._device)
             for lease in tuple(self.handoff.leases.values()):
                 if lease.count_silence() >= SILENT_LOOKS:
                     self._end_silent(lease)
@@ -322,6 +345,8 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             supervisor.start(loaderd.handoff.run(listener), name="handoff")
             supervisor.start(control.run(), name="control")
             supervisor.start(loaderd.maintain(), name="maintain")
+            if loaderd.gpus.has_nvml:
+                supervisor.start(loaderd.gpus.run(), name="gpus")
             supervisor.start(notifier.feed_watchdog(lambda: pulse.verdict().is_ok), name="watchdog")
             chronicle.record("daemon.started", "loaderd is ready", pid=os.getpid())
             notifier.ready("ready")

@@ -11,6 +11,7 @@ from typing import Any
 from loaderd.chronicle import Chronicle
 from loaderd.compatibility import compare_assets, is_tokenizer_file
 from loaderd.config import ModelConfig
+from loaderd.gpu_watch import GpuWatch
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
@@ -23,6 +24,7 @@ from shared.errors import (
     ChangeoverError,
     DigestMismatch,
     InvalidRequest,
+    OutOfMemory,
     PlanRefused,
     UnknownVersion,
 )
@@ -45,6 +47,7 @@ class Host:
     planner: Planner
     backend: MemoryBackend
     device: DeviceId
+    gpus: GpuWatch
     leases: Mapping[LeaseId, Lease]
     spawn: Callable[[Coroutine[Any, Any, None]], None]
 
@@ -173,6 +176,8 @@ class Deployment:
                 self._host.operations.progress(operation)
             operation.check_not_superseded()
             return work.result()
+        except OutOfMemory as error:
+            raise error.naming(self._host.gpus.holders(self._host.device)) from error
         except BaseException:
             # The thread must be out of the slabs before anyone closes them.
             self._cancel_load.set()

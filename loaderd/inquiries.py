@@ -76,20 +76,12 @@ class Inquiries:
 
     async def status(self, _: Status) -> StatusReport:
         """Everything at one moment."""
-        slabs = self._host.versions.slabs
         return StatusReport(
             generation=self._host.chronicle.generation,
             pid=os.getpid(),
             uptime_s=time.monotonic() - self._started_s,
             backend=self._host.backend.name,
-            memory=(
-                MemoryReport(
-                    device=self._host.device,
-                    used_bytes=slabs.used_bytes,
-                    free_bytes=self._host.backend.free_bytes(self._host.device),
-                    peak_bytes=slabs.peak_bytes,
-                ),
-            ),
+            memory=(self._memory(),),
             models=tuple(deployment.report() for _, deployment in sorted(self._deployments.items())),
             versions=self._resident(),
             inferds=tuple(
@@ -156,6 +148,24 @@ class Inquiries:
         """Compare two versions by content, resident or not."""
         before, after = await asyncio.gather(self._content(body.before), self._content(body.after))
         return compare(body.before, before, body.after, after)
+
+    def _memory(self) -> MemoryReport:
+        slabs = self._host.versions.slabs
+        usage = self._host.backend.usage(self._host.device)
+        reading = self._host.gpus.reading(self._host.device)
+        return MemoryReport(
+            device=self._host.device,
+            used_bytes=slabs.used_bytes,
+            free_bytes=usage.free_bytes,
+            peak_bytes=slabs.peak_bytes,
+            total_bytes=usage.total_bytes,
+            pool_bytes=usage.pool_bytes,
+            reserved_bytes=usage.reserved_bytes,
+            largest_free_bytes=usage.largest_free_bytes,
+            fragmentation=usage.fragmentation,
+            nvml_free_bytes=reading.free_bytes,
+            uncorrected_errors=reading.uncorrected_errors,
+        )
 
     def _resident(self) -> tuple[VersionReport, ...]:
         leases = tuple(self._host.leases.values())

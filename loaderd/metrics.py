@@ -35,11 +35,7 @@ class LoaderdMetrics(Collector):
         yield GaugeMetricFamily(
             "changeover_weight_peak_bytes", "Most bytes of slabs at a time.", value=self._slabs.peak_bytes
         )
-        yield GaugeMetricFamily(
-            "changeover_weight_free_bytes",
-            "Bytes that a new slab could take.",
-            value=self._host.backend.free_bytes(self._host.device),
-        )
+        yield from self._device()
         versions = GaugeMetricFamily("changeover_versions", "Versions by state.", labels=["model", "state"])
         counts: dict[tuple[str, str], int] = {}
         for version in self._host.versions:
@@ -55,3 +51,25 @@ class LoaderdMetrics(Collector):
             leases.add_metric([model], len(deployment.leases()))
         yield epochs
         yield leases
+
+    def _device(self) -> Iterator[Metric]:
+        """The device's memory, and what NVML said last; no series for what is not known."""
+        device = self._host.device
+        usage = self._host.backend.usage(device)
+        yield GaugeMetricFamily(
+            "changeover_weight_free_bytes", "Bytes that new slabs could take.", value=usage.free_bytes
+        )
+        reading = self._host.gpus.reading(device)
+        for noun, text, value in (
+            ("total_bytes", "Memory of the device.", usage.total_bytes),
+            ("pool_bytes", "Memory kept for weights, in slabs or reserved.", usage.pool_bytes),
+            ("pool_reserved_bytes", "Of the pool, not in a slab.", usage.reserved_bytes),
+            ("largest_free_bytes", "What one new slab could take.", usage.largest_free_bytes),
+            ("fragmentation_ratio", "Share of free memory that one slab cannot take.", usage.fragmentation),
+            ("nvml_free_bytes", "What NVML says is free.", reading.free_bytes),
+            ("uncorrected_errors", "ECC errors since the driver was loaded.", reading.uncorrected_errors),
+        ):
+            if value is not None:
+                gauge = GaugeMetricFamily(f"changeover_device_{noun}", text, labels=["device"])
+                gauge.add_metric([device], value)
+                yield gauge

@@ -67,6 +67,7 @@ class DeviceMemory:
 
     free_bytes: int
     limit_bytes: int | None = None
+    holders: str = ""  # one line that names who holds what is not free; empty where it is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,7 @@ def _fit(
         if missing <= 0:
             reason = (
                 f"{least_missing} bytes are missing to hold {candidate.name} beside {serving.name}: "
-                f"it fits only after {serving.name} is unloaded"
+                f"it fits only after {serving.name} is unloaded" + _holders(memory, least_missing + room)
             )
             return _Fit(Verdict.COLD, placement, freed, sweep_first=bool(swept), reasons=(reason,))
 
@@ -209,8 +210,14 @@ def _fit(
     reason = (
         f"{candidate.name} needs {placement.bytes_to_allocate} bytes, {max(room, 0)} are free{limit}, "
         f"and unloading what it may replace frees {freed}: {missing} bytes are missing"
+        + _holders(memory, missing + room)
     )
     return _Fit(Verdict.REFUSE, placement, 0, reasons=(reason,))
+
+
+def _holders(memory: DeviceMemory, needed_bytes: int) -> str:
+    """Who holds the device's memory, where that and not the limit for weights is what is missing."""
+    return f"; {memory.holders}" if memory.holders and needed_bytes > memory.free_bytes else ""
 
 
 def _room(residents: Residents, memory: DeviceMemory) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from loaderd.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from loaderd.config import ModelConfig
+from loaderd.gpu_watch import GpuWatch
 from loaderd.placement import PlacementRules
 from loaderd.plan import Candidate, DeviceMemory, Plan, Serving, Verdict, plan_push
 from loaderd.seal.check import check_against
@@ -46,6 +47,7 @@ class Planner:
         versions: VersionTable,
         rules: PlacementRules,
         limit_bytes: int | None,
+        gpus: GpuWatch,
     ) -> None:
         self._roots = tuple(roots)
         self._backend = backend
@@ -53,6 +55,7 @@ class Planner:
         self._versions = versions
         self._rules = rules
         self._limit_bytes = limit_bytes
+        self._gpus = gpus
 
     async def open(self, folder: str, ref: VersionRef, config: ModelConfig) -> OpenedCheckpoint:
         """Open a folder below the model roots and hold it against its seal; the caller owns the result.
@@ -104,7 +107,9 @@ class Planner:
                 config=active.config,
                 assets=active.asset_digests(),
             )
-        memory = DeviceMemory(self._backend.free_bytes(self._device), self._limit_bytes)
+        memory = DeviceMemory(
+            self._backend.free_bytes(self._device), self._limit_bytes, self._gpus.holders(self._device)
+        )
         return plan_push(
             candidate,
             serving,

@@ -20,6 +20,7 @@
 #include "cuda_device.hpp"
 #include "cuda_driver.hpp"
 #include "cuda_release.hpp"
+#include "cuda_reserve.hpp"
 #include "cuda_slab.hpp"
 #include "cuda_staging.hpp"
 #include "remapped_region.hpp"
@@ -107,6 +108,10 @@ class RemappedRegionOwner {
   std::shared_ptr<RemappedRegion> region_;
 };
 
+std::unique_ptr<CudaReserve> make_reserve(const std::string& uuid, std::uint64_t piece_bytes) {
+  return std::make_unique<CudaReserve>(CudaDevice::find(uuid), piece_bytes);
+}
+
 std::vector<std::string> device_uuids() {
   std::vector<std::string> uuids;
   for (const auto& device : CudaDevice::all()) uuids.push_back(device->uuid());
@@ -146,6 +151,11 @@ void bind_cuda(nb::module_& m) {
   nb::class_<CudaStaging>(m, "CudaStaging")
       .def(nb::new_(&make_staging), "uuid"_a, "slot_bytes"_a, "slots_per_lane"_a,
            nb::call_guard<ReleaseGil>());
+
+  nb::class_<CudaReserve>(m, "CudaReserve")
+      .def(nb::new_(&make_reserve), "uuid"_a, "piece_bytes"_a, nb::call_guard<ReleaseGil>())
+      .def("resize", &CudaReserve::resize, "pieces"_a, nb::call_guard<ReleaseGil>())
+      .def_prop_ro("pieces", &CudaReserve::pieces);
 
   nb::class_<CudaSlab>(m, "CudaSlab")
       .def_prop_ro("nbytes", &CudaSlab::nbytes)

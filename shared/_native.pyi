@@ -112,6 +112,17 @@ class CudaStaging:
     def __init__(self, uuid: str, slot_bytes: int, slots_per_lane: int) -> None: ...
 
 @final
+class CudaReserve:
+    """Device memory kept from everyone, in pieces; native/cuda_reserve.hpp."""
+
+    def __init__(self, uuid: str, piece_bytes: int) -> None: ...
+    def resize(self, pieces: int) -> int:
+        """Hold so many pieces, or as many as there is memory for; how many.  Without the GIL."""
+
+    @property
+    def pieces(self) -> int: ...
+
+@final
 class CudaSlab:
     """Device memory, readable."""
 

@@ -212,12 +212,19 @@ class ModelReport(WireModel):
 
 
 class MemoryReport(WireModel):
-    """Weight memory of one device."""
+    """Weight memory of one device.  None: nothing tells."""
 
     device: str
     used_bytes: Count
     free_bytes: Count
     peak_bytes: Count
+    total_bytes: Count | None = None
+    pool_bytes: Count = 0  # kept for weights, in slabs or reserved
+    reserved_bytes: Count = 0  # of the pool, not in a slab
+    largest_free_bytes: Count | None = None
+    fragmentation: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of free that one slab cannot take
+    nvml_free_bytes: Count | None = None
+    uncorrected_errors: Count | None = None  # ECC, since the driver was loaded
 
 
 class StatusReport(WireModel):

@@ -181,16 +181,27 @@ class ConfigError(ResourceError):
 
 
 class OutOfMemory(ResourceError):
-    """An allocation does not fit; facts say what was needed and what was free."""
+    """An allocation does not fit; facts say what was needed, what was free and who holds the rest, where
+    that is known."""
 
     code = "out_of_memory"
 
-    def __init__(self, *, what: str, needed_bytes: int, free_bytes: int) -> None:
+    def __init__(self, *, what: str, needed_bytes: int, free_bytes: int, holders: str = "") -> None:
         super().__init__(
-            f"{what} needs {needed_bytes} bytes, {free_bytes} are free",
+            f"{what} needs {needed_bytes} bytes, {free_bytes} are free" + (f"; {holders}" if holders else ""),
             what=what,
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
+            **({"holders": holders} if holders else {}),
+        )
+
+    def naming(self, holders: str) -> OutOfMemory:
+        """The same error with the line that names who holds memory."""
+        return OutOfMemory(
+            what=str(self.facts["what"]),
+            needed_bytes=int(self.facts["needed_bytes"]),
+            free_bytes=int(self.facts["free_bytes"]),
+            holders=holders,
         )
 
 

@@ -50,7 +50,7 @@ def status(report: StatusReport, now_ns: int) -> RenderableType:
         *operations(report.models),
         inferds(report.inferds) if report.inferds else none_attached,
         *resident(report.versions, now_ns),
-        memory(report.memory),
+        *memory(report.memory),
     ]
     return Group(*_spaced([head, *parts]))
 
@@ -151,9 +151,11 @@ def resident(reports: Sequence[VersionReport], now_ns: int) -> Iterator[Renderab
         yield holders
 
 
-def memory(reports: Iterable[MemoryReport]) -> RenderableType:
-    """Weight memory by device."""
+def memory(reports: Iterable[MemoryReport]) -> Iterator[RenderableType]:
+    """Weight memory by device, and below it what is known of the devices themselves."""
     table = _table("memory", "device", "used>", "free>", "peak>")
+    columns = ("total>", "nvml free>", "pool>", "reserved>", "largest>", "frag>", "ecc>")
+    devices = _table("devices", "device", *columns)
     for report in reports:
         table.add_row(
             _plain(report.device),
@@ -161,7 +163,25 @@ def memory(reports: Iterable[MemoryReport]) -> RenderableType:
             _plain(size(report.free_bytes)),
             _plain(size(report.peak_bytes)),
         )
-    return table
+        if report.total_bytes is None:
+            continue
+        devices.add_row(
+            _plain(report.device),
+            _plain(size(report.total_bytes)),
+            _plain(_size_or_dash(report.nvml_free_bytes)),
+            _plain(_size_or_dash(report.pool_bytes or None)),
+            _plain(_size_or_dash(report.reserved_bytes if report.pool_bytes else None)),
+            _plain(_size_or_dash(report.largest_free_bytes)),
+            _plain(f"{report.fragmentation:.0%}"),
+            _plain("-" if report.uncorrected_errors is None else str(report.uncorrected_errors)),
+        )
+    yield table
+    if devices.row_count:
+        yield devices
+
+
+def _size_or_dash(nbytes: int | None) -> str:
+    return "-" if nbytes is None else size(nbytes)
 
 
 def folders(reports: Iterable[FolderReport]) -> RenderableType:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from shared.ids import DeviceId
 from shared.layout import SlabEntry
+from shared.memory.usage import DeviceUsage
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +114,10 @@ class MemoryBackend(Protocol):
 
     def free_bytes(self, device: DeviceId) -> int:
         """Bytes that `create_slab` could still get on `device`."""
+        ...
+
+    def usage(self, device: DeviceId) -> DeviceUsage:
+        """How the memory of `device` is used now."""
         ...
 
     def create_slab(self, device: DeviceId, nbytes: int) -> WritableSlab:

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, final
 from uuid import uuid4
 
 from shared import _native
 from shared.digest import SHA256_BYTES
-from shared.errors import InvalidRequest, InvariantError, OutOfMemory, ProtocolError
+from shared.errors import ConfigError, DriverError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.backend import Slab
 from shared.memory.nvrtc import nvrtc_libraries
+from shared.memory.pool import PIECE_BYTES, Pool
 from shared.memory.ranges import check_range
+from shared.memory.usage import DeviceUsage
 from shared.tensor_size import tensor_nbytes
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ SLOTS_PER_THREAD = 2
 BATCH_BYTES = 4 << 30
 """Hashed in one launch: enough leaves for every thread of the device, and a bound on what waits for it."""
 
+CUDA_ERROR_OUT_OF_MEMORY = 2
+
 _LARGEST_SLAB_BYTES = 2**63 - 1
 
 
@@ -49,11 +54,14 @@ _LARGEST_SLAB_BYTES = 2**63 - 1
 class CudaSlab:
     """A readable slab in GPU memory (`backend.Slab`)."""
 
-    __slots__ = ("_entry", "_native")
+    __slots__ = ("_after_close", "_entry", "_native")
 
-    def __init__(self, entry: SlabEntry, take_native: _native.CudaSlab) -> None:
+    def __init__(
+        self, entry: SlabEntry, take_native: _native.CudaSlab, after_close: Callable[[], None]
+    ) -> None:
         self._entry = entry
         self._native = take_native
+        self._after_close = after_close
 
     @property
     def entry(self) -> SlabEntry:
@@ -113,8 +121,10 @@ class CudaSlab:
         return typed_view(from_dlpack(self._native.view(offset_bytes, nbytes)), dtype, shape)
 
     def close(self) -> None:
-        """Give up the fd and this owner's reference; the last one waits for the GPU and the unmapping."""
+        """Give up the fd and this owner's reference; the last one waits for the GPU and the unmapping, and
+        the device's pool takes the memory back as far as no reader keeps it."""
         self._native.close()
+        self._after_close()
 
     def __enter__(self) -> Self:
         return self
@@ -126,18 +136,21 @@ class CudaSlab:
         trace: TracebackType | None,
     ) -> None:
         if self._native.is_open:
-            self._native.close()
+            self.close()
 
 
 @final
 class WritableCudaSlab:
     """A slab in GPU memory that its creator fills (`backend.WritableSlab`)."""
 
-    __slots__ = ("_entry", "_native")
+    __slots__ = ("_after_close", "_entry", "_native")
 
-    def __init__(self, entry: SlabEntry, take_native: _native.WritableCudaSlab) -> None:
+    def __init__(
+        self, entry: SlabEntry, take_native: _native.WritableCudaSlab, after_close: Callable[[], None]
+    ) -> None:
         self._entry = entry
         self._native = take_native
+        self._after_close = after_close
 
     @property
     def entry(self) -> SlabEntry:
@@ -155,10 +168,11 @@ class WritableCudaSlab:
         self._native.copy_from(slab.native)
 
     def seal(self) -> CudaSlab:
-        return CudaSlab(self._entry, self._native.seal())
+        return CudaSlab(self._entry, self._native.seal(), self._after_close)
 
     def close(self) -> None:
         self._native.close()
+        self._after_close()
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +184,7 @@ class WritableCudaSlab:
         trace: TracebackType | None,
     ) -> None:
         if self._native.is_open:
-            self._native.close()
+            self.close()
 
 
 @final
@@ -179,12 +193,16 @@ class CudaBackend:
 
     Raises DriverMissing where there is no CUDA driver or an old one, DriverError where it finds no
     device.  With `limit_bytes`, the slabs that this process created or imported may take that much
-    together.  With `legacy_ipc`, or on a device without fds, new slabs are blocks of legacy CUDA IPC:
+    together.  Of a device with a pool (`reserve`), what slabs do not use of it is kept from everyone else.
+    With `legacy_ipc`, or on a device without fds, new slabs are blocks of legacy CUDA IPC:
     readers can then write to them, and they end with this process.  Each thread that reads files takes
     `slots_per_thread` pinned slots of `slot_bytes`, once.
     """
 
-    __slots__ = ("_budget", "_creating", "_devices", "_legacy_ipc", "_slots", "_staging")
+    __slots__ = (
+        *("_budgets", "_creating", "_devices", "_legacy_ipc", "_limit_bytes"),
+        *("_pools", "_slots", "_staging"),
+    )
 
     def __init__(
         self,
@@ -196,7 +214,9 @@ class CudaBackend:
     ) -> None:
         _native.cuda_set_nvrtc_libraries(nvrtc_libraries(_native.cuda_driver_version()))
         self._devices = tuple(DeviceId(uuid) for uuid in _native.cuda_devices())
-        self._budget = _native.Budget(limit_bytes)
+        self._budgets = {device: _native.Budget() for device in self._devices}
+        self._limit_bytes = limit_bytes
+        self._pools: dict[DeviceId, Pool] = {}
         self._legacy_ipc = legacy_ipc
         self._slots = (slot_bytes, slots_per_thread)
         self._staging: dict[DeviceId, _native.CudaStaging] = {}
@@ -209,17 +229,42 @@ class CudaBackend:
     @property
     def used_bytes(self) -> int:
         """Bytes of all slabs that this process holds, through tensors too; each slab counts once."""
-        return self._budget.used_bytes
+        return sum(budget.used_bytes for budget in self._budgets.values())
 
     def devices(self) -> tuple[DeviceId, ...]:
         return self._devices
 
-    def free_bytes(self, device: DeviceId) -> int:
-        """What the driver has free, in whole steps.  Waits for memory that is being given back."""
+    def reserve(self, device: DeviceId, pool_bytes: int) -> int:
+        """Keep `pool_bytes` of a device for slabs from now on, those included that there are; the bytes that
+        it is short of now, for others hold them.  It takes them as soon as they are free: when a slab is
+        created or closed and when `free_bytes` or `usage` is asked.  Raises ConfigError where slabs are not
+        allocations with an fd."""
         self._check_device(device)
-        free, _ = _native.cuda_memory(device)
-        step = _native.cuda_granularity(device)
-        return min(free, self._budget.free_bytes) // step * step
+        if self._legacy_ipc or not _native.cuda_has_posix_fds(device):
+            raise ConfigError(f"a pool needs slabs with fds, which {device} or this configuration has not")
+        with self._creating:
+            if device in self._pools:
+                raise InvariantError(f"{device} has a pool already")
+            pool = Pool(_native.CudaReserve(device, PIECE_BYTES), pool_bytes)
+            self._pools[device] = pool
+            return pool.keep(self._budgets[device].used_bytes)
+
+    def free_bytes(self, device: DeviceId) -> int:
+        """What the driver has free and the pool reserves, in whole steps.  Waits for memory that is being
+        given back."""
+        self._check_device(device)
+        with self._creating:
+            self._keep_pool(device)
+            return self._free_bytes(device)
+
+    def usage(self, device: DeviceId) -> DeviceUsage:
+        """As `free_bytes`.  One slab can take all that is free: its pages need not lie together."""
+        free_bytes = self.free_bytes(device)
+        _, total_bytes = _native.cuda_memory(device)
+        pool = self._pools.get(device)
+        if pool is None:
+            return DeviceUsage(free_bytes, free_bytes, total_bytes)
+        return DeviceUsage(free_bytes, free_bytes, total_bytes, pool.pool_bytes, pool.reserved_bytes)
 
     def create_slab(self, device: DeviceId, nbytes: int) -> WritableCudaSlab:
         """Allocate at least `nbytes`: rounded up to the device's granularity.  Blocking."""
@@ -229,16 +274,55 @@ class CudaBackend:
         step = _native.cuda_granularity(device)
         entry = SlabEntry(SlabId(uuid4().hex), device, -(-nbytes // step) * step)
         with self._creating:
-            free = self.free_bytes(device)
+            free = self._free_bytes(device)
             if entry.nbytes > free:
                 raise OutOfMemory(what=f"a slab on {device}", needed_bytes=nbytes, free_bytes=free)
             staging = self._staging.get(device)
             if staging is None:
                 staging = self._staging[device] = _native.CudaStaging(device, *self._slots)
-            native = _native.create_cuda_slab(
-                self._budget, staging, entry.slab_id, entry.nbytes, self._legacy_ipc
-            )
-        return WritableCudaSlab(entry, native)
+            native = self._allocate(entry, staging)
+        return WritableCudaSlab(entry, native, partial(self._after_close, device))
+
+    def _allocate(self, entry: SlabEntry, staging: _native.CudaStaging) -> _native.WritableCudaSlab:
+        def create() -> _native.WritableCudaSlab:
+            try:
+                return _native.create_cuda_slab(
+                    self._budgets[entry.device], staging, entry.slab_id, entry.nbytes, self._legacy_ipc
+                )
+            except DriverError as error:
+                # A full device has no room for page tables either: mapping fails, not allocating.
+                if error.number != CUDA_ERROR_OUT_OF_MEMORY:
+                    raise
+                free, _ = _native.cuda_memory(entry.device)
+                raise OutOfMemory(
+                    what=f"mapping a slab on {entry.device}", needed_bytes=entry.nbytes, free_bytes=free
+                ) from error
+
+        pool = self._pools.get(entry.device)
+        if pool is None:
+            return create()
+        try:
+            return pool.allocate(entry.nbytes, create)
+        finally:
+            self._keep_pool(entry.device)
+
+    def _free_bytes(self, device: DeviceId) -> int:
+        free, _ = _native.cuda_memory(device)
+        if device in self._pools:
+            free += self._pools[device].reserved_bytes
+        if self._limit_bytes is not None:
+            free = min(free, max(0, self._limit_bytes - self.used_bytes))
+        step = _native.cuda_granularity(device)
+        return free // step * step
+
+    def _keep_pool(self, device: DeviceId) -> None:
+        if device in self._pools:
+            self._pools[device].keep(self._budgets[device].used_bytes)
+
+    def _after_close(self, device: DeviceId) -> None:
+        if device in self._pools:
+            with self._creating:
+                self._keep_pool(device)
 
     def replicate(self, slab: Slab, device: DeviceId) -> CudaSlab:
         """As `backend.MemoryBackend`: over NVLink or PCIe where the GPUs reach each other's memory
@@ -254,8 +338,9 @@ class CudaBackend:
         if entry.device not in self._devices or not 0 < entry.nbytes <= _LARGEST_SLAB_BYTES:
             os.close(take_fd)
             raise ProtocolError(f"slab {entry.slab_id} is not one of a device of this process: {entry}")
-        native = _native.import_cuda_slab(self._budget, entry.device, entry.slab_id, entry.nbytes, take_fd)
-        return CudaSlab(entry, native)
+        budget = self._budgets[entry.device]
+        native = _native.import_cuda_slab(budget, entry.device, entry.slab_id, entry.nbytes, take_fd)
+        return CudaSlab(entry, native, partial(self._after_close, entry.device))
 
     def _check_device(self, device: DeviceId) -> None:
         if device not in self._devices:

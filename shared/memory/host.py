@@ -20,6 +20,7 @@ from shared.layout import SlabEntry
 from shared.memory.backend import Slab
 from shared.memory.host_capacity import available_bytes
 from shared.memory.ranges import check_range
+from shared.memory.usage import DeviceUsage
 from shared.tensor_size import tensor_nbytes
 
 if TYPE_CHECKING:
@@ -161,6 +162,10 @@ class HostBackend:
         if device != HOST_DEVICE:
             raise InvariantError(f"the host backend has no device {device!r}")
         return min(available_bytes(), self._budget.free_bytes)
+
+    def usage(self, device: DeviceId) -> DeviceUsage:
+        free_bytes = self.free_bytes(device)
+        return DeviceUsage(free_bytes, largest_free_bytes=free_bytes)
 
     def create_slab(self, device: DeviceId, nbytes: int) -> WritableHostSlab:
         """Allocate every page now.  Blocking (0.3 to 1 s per GiB, by the machine), without the GIL."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, assert_never
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, InvariantError
 from shared.ids import DeviceId
 from shared.memory.backend import MemoryBackend
 
@@ -27,6 +27,18 @@ def open_backend(
             return CudaBackend(limit_bytes, legacy_ipc=legacy_ipc)
         case _:
             assert_never(name)
+
+
+def reserve_pool(backend: MemoryBackend, device: DeviceId, pool_bytes: int) -> int:
+    """Keep memory of `device` for slabs; the bytes that are held by others and are taken as soon as they are
+    free.  Raises ConfigError on a backend without pools."""
+    if backend.name != "cuda":
+        raise ConfigError(f"pool_bytes: the {backend.name} backend has no pool")
+    from shared.memory.cuda import CudaBackend
+
+    if not isinstance(backend, CudaBackend):
+        raise InvariantError(f"{type(backend).__name__} says that it is the cuda backend")
+    return backend.reserve(device, pool_bytes)
 
 
 def choose_device(backend: MemoryBackend, wanted: str | None) -> DeviceId:

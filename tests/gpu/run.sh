@@ -36,7 +36,7 @@ build() {
 }
 
 # The extension of an editable install, or one put beside the sources (git ignores it).
-"$python" -c 'from shared import _native; _native.CudaSlab' 2>/dev/null || build
+"$python" -c 'from shared import _native; _native.CudaReserve' 2>/dev/null || build
 
 case $part in
   all)

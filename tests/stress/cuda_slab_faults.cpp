@@ -13,6 +13,7 @@
 #include "check.hpp"
 #include "crc32.hpp"
 #include "cuda_release.hpp"
+#include "cuda_reserve.hpp"
 #include "cuda_slab.hpp"
 #include "error.hpp"
 #include "fake_cuda.hpp"
@@ -25,6 +26,7 @@ namespace {
 
 constexpr std::uint64_t kStepBytes = std::uint64_t{2} << 20;
 constexpr std::uint64_t kSlotBytes = 64 << 10;
+constexpr std::uint64_t kDeviceBytes = std::uint64_t{1} << 30;  // of the fake driver
 constexpr int kPlanted = 719;
 
 class File {
@@ -197,6 +199,43 @@ void every_failure_unwinds() {
     region.exchange({copy->share()});
   });
   CHECK(calls > 100);
+}
+
+void a_reserve_holds_what_there_is() {
+  CHECK_THROWS(CudaReserve(device(), kStepBytes + 1), Misuse);
+  CHECK_THROWS(CudaReserve(device(), 0), Misuse);
+  fake_cuda().set_free_bytes(3 * kStepBytes + 1);
+  {
+    CudaReserve reserve(device(), kStepBytes);
+    CHECK(reserve.resize(5) == 3 && reserve.pieces() == 3 && fake_cuda().live() == 3);
+    CHECK(device().memory().free_bytes == 1);
+    CHECK(reserve.resize(1) == 1 && fake_cuda().live() == 1);
+    CHECK(device().memory().free_bytes == 2 * kStepBytes + 1);
+    CHECK(reserve.resize(2) == 2);
+  }
+  CHECK(device().memory().free_bytes == 3 * kStepBytes + 1);
+  {
+    // What a reader maps is not there to be reserved, though its writer has given it up.
+    const auto budget = std::make_shared<Budget>(std::nullopt);
+    const File file(2 * kStepBytes);
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+    const auto slab = sealed(*budget, staging, file);
+    const auto copy =
+        CudaSlab::import(*budget, device(), "slab", slab->nbytes(), UniqueFd(::dup(slab->borrow_fd())));
+    slab->close();
+    CudaReserve reserve(device(), kStepBytes);
+    CHECK(reserve.resize(3) == 1);
+    CHECK(crc32(resident(*copy->share())) == crc32(file.bytes));
+    copy->close();
+    CHECK(reserve.resize(3) == 3);
+  }
+  fake_cuda().set_free_bytes(kDeviceBytes);
+  const int calls = break_everywhere([] {
+    CudaReserve reserve(device(), kStepBytes);
+    reserve.resize(3);
+    reserve.resize(1);
+  });
+  CHECK(calls >= 3);
 }
 
 std::unique_ptr<CudaSlab> replica_of(Budget& budget, CudaDevice& to, const CudaSlab& slab) {
@@ -375,6 +414,7 @@ int main() {
   foreign_memory_is_refused();
   what_does_not_fit_says_so();
   every_failure_unwinds();
+  a_reserve_holds_what_there_is();
   replicas_are_whole_and_sealed_on_their_own_device();
   every_failure_of_a_replica_unwinds();
   replicas_are_made_by_several_threads();

@@ -60,6 +60,7 @@ struct State {
   std::uint64_t next_id = 1;
   std::uint64_t sequence = 0;
   std::map<cuda::AllocationHandle, std::shared_ptr<Physical>> handles;
+  std::map<ino_t, std::weak_ptr<Physical>> allocations;  // what an fd is of
   std::map<std::uint64_t, std::uint64_t> reservations;
   std::map<std::uint64_t, Mapped> mappings;
   std::map<cuda::Event, EventState> events;
@@ -198,6 +199,9 @@ Result mem_create(cuda::AllocationHandle* handle, std::size_t nbytes, const cuda
     state().free_bytes.at(static_cast<std::size_t>(last->device)) += last->nbytes;
     delete last;
   });
+  struct stat facts {};
+  CHECK(::fstat(memory->fd.borrow(), &facts) == 0);
+  s.allocations[facts.st_ino] = memory;
   *handle = s.next_id++;
   s.handles[*handle] = std::move(memory);
   return 0;
@@ -233,9 +237,14 @@ Result mem_import(cuda::AllocationHandle* handle, void* os_handle, int) {
   if (name == nullptr) return cuda::kInvalidValue;
   struct stat facts {};
   CHECK(::fstat(fd, &facts) == 0);
+  // Of one allocation there is one, however many handles: its bytes are free when the last is gone.
+  std::shared_ptr<Physical> memory = s.allocations[facts.st_ino].lock();
+  if (!memory) {
+    memory = std::make_shared<Physical>(UniqueFd(::dup(fd)), static_cast<std::uint64_t>(facts.st_size),
+                                        name[std::strlen(kName)] - '0');
+  }
   *handle = s.next_id++;
-  s.handles[*handle] = std::make_shared<Physical>(
-      UniqueFd(::dup(fd)), static_cast<std::uint64_t>(facts.st_size), name[std::strlen(kName)] - '0');
+  s.handles[*handle] = std::move(memory);
   return 0;
 }
 Result address_reserve(cuda::DevicePointer* address, std::size_t nbytes, std::size_t, cuda::DevicePointer,

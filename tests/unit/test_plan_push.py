@@ -332,3 +332,25 @@ def test_layouts_that_disagree_on_a_slab_are_a_broken_invariant() -> None:
     other = replace(resident(1), slabs=(replace(resident(1).slabs[0], nbytes=16 * KIB),))
     with pytest.raises(InvariantError, match="disagree on the size of slab s1"):
         Residents.of({"x": resident(1), "y": other})
+
+
+# --- who holds memory ----------------------------------------------------------------------------
+
+HELD = "GPU memory is held by pid 7 (vllm) with 3 MiB"
+
+
+def test_missing_device_memory_names_who_holds_it() -> None:
+    memory = DeviceMemory(free_bytes=KIB, holders=HELD)
+    refused = plan_push(candidate(), None, Residents.of({}), memory, rules=RULES)
+    assert refused.verdict is Verdict.REFUSE
+    assert refused.reasons[-1].endswith(f"bytes are missing; {HELD}")
+    cold = plan_push(candidate(), SERVING, RESIDENTS, memory, rules=RULES)
+    assert cold.verdict is Verdict.COLD
+    assert cold.reasons[-1].endswith(f"after m-v1 is unloaded; {HELD}")
+
+
+def test_holders_are_not_named_where_the_limit_for_weights_is_what_is_missing() -> None:
+    memory = DeviceMemory(free_bytes=1 << 30, limit_bytes=KIB, holders=HELD)
+    refused = plan_push(candidate(), None, Residents.of({}), memory, rules=RULES)
+    assert refused.verdict is Verdict.REFUSE
+    assert HELD not in " ".join(refused.reasons)

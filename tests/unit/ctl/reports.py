@@ -239,3 +239,20 @@ def difference() -> DiffReport:
         changed_bytes=64 * MIB,
         total_bytes=257 * MIB,
     )
+
+
+def gpu_memory() -> MemoryReport:
+    """Memory of a GPU with a pool, of which NVML tells too."""
+    return MemoryReport(
+        device="GPU-1",
+        used_bytes=24 * GIB,
+        free_bytes=15 * GIB,
+        peak_bytes=24 * GIB,
+        total_bytes=80 * GIB,
+        pool_bytes=32 * GIB,
+        reserved_bytes=8 * GIB,
+        largest_free_bytes=12 * GIB,
+        fragmentation=0.2,
+        nvml_free_bytes=7 * GIB,
+        uncorrected_errors=3,
+    )

@@ -27,6 +27,22 @@ def test_status_shows_models_slots_references_and_holders_with_their_ages(tmp_pa
     assert "replica-0 4242 smollm2 7 2h03m 3 0 retained v1 refs 0 12s serving v2 refs 3 12s" in rows
     assert "smollm2-v1 replica-1 4243 draining 1 1h06m" in rows
     assert "host 321.0 MiB 6.0 GiB 387.0 MiB" in rows
+    assert "devices" not in rows
+
+
+def test_status_shows_what_is_known_of_a_gpu(tmp_path: Path) -> None:
+    known = reports.gpu_memory()
+    unknown = known.model_copy(
+        update={"device": "GPU-2", "pool_bytes": 0, "nvml_free_bytes": None, "uncorrected_errors": None}
+    )
+    with ScriptedDaemon(tmp_path) as daemon:
+        daemon.on("status", reports.status().model_copy(update={"memory": (known, unknown)}))
+        ran = run(tmp_path, "status")
+    assert (ran.code, ran.stderr) == (0, "")
+    rows = [" ".join(line.split()) for line in ran.stdout.splitlines()]
+    assert "device total nvml free pool reserved largest frag ecc" in rows
+    assert "GPU-1 80.0 GiB 7.0 GiB 32.0 GiB 8.0 GiB 12.0 GiB 20% 3" in rows
+    assert "GPU-2 80.0 GiB - - - 12.0 GiB 20% -" in rows
 
 
 def test_status_of_an_idle_daemon_says_what_is_missing(tmp_path: Path) -> None:

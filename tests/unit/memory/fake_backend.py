@@ -29,6 +29,7 @@ from shared.errors import (
 from shared.ids import HOST_DEVICE, DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.backend import Slab
+from shared.memory.usage import DeviceUsage
 from shared.tensor_size import tensor_nbytes
 
 if TYPE_CHECKING:
@@ -277,6 +278,10 @@ class FakeBackend:
 
     def free_bytes(self, device: DeviceId) -> int:
         return self.memory.free_bytes(device)
+
+    def usage(self, device: DeviceId) -> DeviceUsage:
+        free_bytes = self.free_bytes(device)
+        return DeviceUsage(free_bytes, free_bytes, total_bytes=self.memory.capacity_bytes)
 
     def create_slab(self, device: DeviceId, nbytes: int) -> FakeWritableSlab:
         if nbytes <= 0:
