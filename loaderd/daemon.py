@@ -103,7 +103,7 @@ class Loaderd:
             self.gpus,
         )
         self.handoff = HandoffServer(
-            chronicle.generation, self.policy(), self._backend, chronicle, holder=self
+            chronicle.generation, self.policy(), self._backend, self._device, chronicle, holder=self
         )
         self._host = Host(
             chronicle,
@@ -340,6 +340,9 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
                     Diff: loaderd.inquiries.diff,
                 },
             )
+            for root in config.model_roots:
+                if not root.is_dir():
+                    log.warning("model root is not there", root=str(root))
             loaderd.recover()
             supervisor.start(pulse.run(), name="pulse")
             supervisor.start(loaderd.handoff.run(listener), name="handoff")

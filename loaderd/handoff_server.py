@@ -27,7 +27,7 @@ from shared.errors import (
 )
 from shared.fdpass import PeerCredentials, SeqpacketChannel
 from shared.handoff import FROM_INFERD, Hello, Refused, Welcome
-from shared.ids import Generation, LeaseId
+from shared.ids import DeviceId, Generation, LeaseId
 from shared.memory.backend import MemoryBackend
 from shared.messages import WireError
 
@@ -64,12 +64,14 @@ class HandoffServer:
         generation: Generation,
         policy: Policy,
         backend: MemoryBackend,
+        device: DeviceId,
         chronicle: Chronicle,
         holder: LeaseHolder,
     ) -> None:
         self._generation = generation
         self._policy = policy
         self._backend = backend
+        self._device = device
         self._chronicle = chronicle
         self._holder = holder
         self._lease_ids = itertools.count(1)
@@ -166,9 +168,10 @@ class HandoffServer:
             raise ProtocolError(f"inferd speaks protocol {hello.protocol}, loaderd {PROTOCOL_VERSION}")
         if hello.backend != self._backend.name:
             raise InvalidRequest(f"inferd maps {hello.backend!r} memory, loaderd has {self._backend.name!r}")
-        unknown = set(hello.devices) - set(self._backend.devices())
-        if not hello.devices or unknown:
-            raise InvalidRequest(f"inferd uses devices {sorted(unknown)} that loaderd does not have")
+        if self._device not in hello.devices:
+            raise InvalidRequest(
+                f"inferd uses devices {sorted(hello.devices)}, the weights are on {self._device}"
+            )
         for lease in self.leases.values():
             if lease.name == hello.name:
                 if _is_alive(lease.peer.pid) and lease.peer.pid != peer.pid:

@@ -38,7 +38,7 @@ from shared.errors import (
 )
 from shared.fdpass import SeqpacketChannel
 from shared.handoff import FROM_LOADERD, Hello, Refused, Welcome
-from shared.ids import Epoch, Generation, VersionTag
+from shared.ids import HOST_DEVICE, Epoch, Generation, VersionTag
 from shared.memory.host import HostBackend
 from shared.resident import ResidentVersion, check_identity
 from shared.run_dir import listen_seqpacket
@@ -106,7 +106,9 @@ async def _pair(tmp_path: Path) -> AsyncIterator[Pair]:
     try:
         with Journal(tmp_path / "journal.jsonl") as journal:
             chronicle = Chronicle(journal, Generation("g1"), publisher)
-            server = HandoffServer(Generation("g1"), Policy(os.getuid()), writer, chronicle, holder)
+            server = HandoffServer(
+                Generation("g1"), Policy(os.getuid()), writer, HOST_DEVICE, chronicle, holder
+            )
             slots = Slots("toy", lambda: [link.slots_changed() for link in links], lambda tag: None)
             preparer = Preparer(slots, engine, reader, verify_mapped=True)
             turned: list[tuple[str, VersionTag]] = []
@@ -415,8 +417,8 @@ def _hello(**changes: object) -> Hello:
     [
         ({"protocol": PROTOCOL_VERSION + 1}, "speaks protocol"),
         ({"backend": "cuda"}, "maps 'cuda' memory"),
-        ({"devices": ("GPU-0",)}, "devices .*GPU-0.* that loaderd does not have"),
-        ({"devices": ()}, "devices"),
+        ({"devices": ("GPU-0",)}, "devices .*GPU-0.*, the weights are on host"),
+        ({"devices": ()}, "the weights are on host"),
     ],
 )
 def test_a_peer_that_does_not_fit_is_told_why(

@@ -27,7 +27,7 @@ from shared.control import Diff
 from shared.errors import NotPermitted, PeerError, ResourceError, UnknownVersion
 from shared.fdpass import SeqpacketChannel
 from shared.handoff import FROM_LOADERD, Hello, Refused
-from shared.ids import Generation
+from shared.ids import HOST_DEVICE, Generation
 from shared.memory.host import HostBackend
 from shared.run_dir import listen_seqpacket
 
@@ -105,7 +105,9 @@ def test_strangers_cannot_use_up_the_fds_or_fill_the_journal(
 
     async def scenario(journal: Journal, publisher: zmq.Socket[bytes]) -> None:
         chronicle = Chronicle(journal, Generation("g"), publisher)
-        server = HandoffServer(Generation("g"), _Nobody(os.getuid()), HostBackend(), chronicle, _Holder())
+        server = HandoffServer(
+            Generation("g"), _Nobody(os.getuid()), HostBackend(), HOST_DEVICE, chronicle, _Holder()
+        )
         listener = listen_seqpacket(short_path / "h.sock", 0o600)
         running = asyncio.create_task(server.run(listener))
         waiting = [
