@@ -17,24 +17,23 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, final
 from uuid import uuid4
 
 from shared import _native
 from shared.digest import SHA256_BYTES
-from shared.errors import ConfigError, DriverError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
+from shared.errors import ConfigError, DriverError, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.backend import Slab
+from shared.memory.native_slab import FillableSlab, ReadableSlab, check_leaf
 from shared.memory.nvrtc import nvrtc_libraries
 from shared.memory.pool import PIECE_BYTES, Pool
 from shared.memory.ranges import check_range
 from shared.memory.usage import DeviceUsage
-from shared.tensor_size import tensor_nbytes
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 SLOT_BYTES = 4 << 20
 """Of a pinned slot: long enough a copy for the bus, short enough to stay in the processor's cache."""
@@ -51,42 +50,26 @@ _LARGEST_SLAB_BYTES = 2**63 - 1
 
 
 @final
-class CudaSlab:
-    """A readable slab in GPU memory (`backend.Slab`)."""
+class CudaSlab(ReadableSlab[_native.CudaSlab]):
+    """A readable slab in GPU memory (`backend.Slab`).
 
-    __slots__ = ("_after_close", "_entry", "_native")
+    Its digests are computed by kernels over the device's bytes, compiled at the first call (DriverMissing
+    without NVRTC).  SHA-256 takes one thread per leaf: one call for many tensors (`sha256_leaves_of`) is
+    far faster than a call for each.
+    """
+
+    __slots__ = ("_after_close",)
 
     def __init__(
         self, entry: SlabEntry, take_native: _native.CudaSlab, after_close: Callable[[], None]
     ) -> None:
-        self._entry = entry
-        self._native = take_native
+        super().__init__(entry, take_native)
         self._after_close = after_close
-
-    @property
-    def entry(self) -> SlabEntry:
-        return self._entry
 
     @property
     def native(self) -> _native.CudaSlab:
         """For `RemappedRegion` and copies; owned by this slab."""
         return self._native
-
-    def borrow_fd(self) -> int:
-        return self._native.borrow_fd()
-
-    def crc32(self, offset_bytes: int, nbytes: int) -> int:
-        """By a kernel over the device's bytes; compiled at the first call (DriverMissing without NVRTC)."""
-        check_range(self._entry, offset_bytes, nbytes)
-        return self._native.crc32(offset_bytes, nbytes)
-
-    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
-        """By a kernel, one thread per leaf: a call for many tensors at once is far faster than calls
-        for each (`sha256_leaves_of`)."""
-        check_range(self._entry, offset_bytes, nbytes)
-        if leaf_bytes <= 0:
-            raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
-        return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
 
     @property
     def batch_bytes(self) -> int:
@@ -94,8 +77,7 @@ class CudaSlab:
 
     def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
         """The leaves of each range (offset, bytes), as `sha256_leaves` gives them, in one go."""
-        if leaf_bytes <= 0:
-            raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
+        check_leaf(leaf_bytes)
         for offset_bytes, nbytes in ranges:
             check_range(self._entry, offset_bytes, nbytes)
         joined = memoryview(self._native.sha256_leaves_of(list(ranges), leaf_bytes))
@@ -107,61 +89,24 @@ class CudaSlab:
             at += size
         return leaves
 
-    def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        # Here, not above: loaderd moves weights and never looks at them, so it needs no torch.
-        from torch.utils.dlpack import from_dlpack
-
-        from shared.memory.typed_view import typed_view
-
-        try:
-            nbytes = tensor_nbytes(dtype, shape)
-        except ValueError as error:
-            raise InvalidRequest(str(error), dtype=dtype) from error
-        check_range(self._entry, offset_bytes, nbytes)
-        return typed_view(from_dlpack(self._native.view(offset_bytes, nbytes)), dtype, shape)
-
     def close(self) -> None:
         """Give up the fd and this owner's reference; the last one waits for the GPU and the unmapping, and
         the device's pool takes the memory back as far as no reader keeps it."""
-        self._native.close()
+        super().close()
         self._after_close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._native.is_open:
-            self.close()
 
 
 @final
-class WritableCudaSlab:
+class WritableCudaSlab(FillableSlab[_native.WritableCudaSlab]):
     """A slab in GPU memory that its creator fills (`backend.WritableSlab`)."""
 
-    __slots__ = ("_after_close", "_entry", "_native")
+    __slots__ = ("_after_close",)
 
     def __init__(
         self, entry: SlabEntry, take_native: _native.WritableCudaSlab, after_close: Callable[[], None]
     ) -> None:
-        self._entry = entry
-        self._native = take_native
+        super().__init__(entry, take_native)
         self._after_close = after_close
-
-    @property
-    def entry(self) -> SlabEntry:
-        return self._entry
-
-    def read_file(self, fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
-        """The last copies may be under way when it returns; `seal` waits for them."""
-        check_range(self._entry, offset_bytes, nbytes)
-        if file_offset < 0:
-            raise InvariantError(f"a file has no byte {file_offset}")
-        return self._native.read_file(fd, file_offset, offset_bytes, nbytes)
 
     def copy_from(self, slab: CudaSlab) -> None:
         """Fill all of it from a slab of the same size, on this device or another.  Blocking."""
@@ -171,20 +116,8 @@ class WritableCudaSlab:
         return CudaSlab(self._entry, self._native.seal(), self._after_close)
 
     def close(self) -> None:
-        self._native.close()
+        super().close()
         self._after_close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._native.is_open:
-            self.close()
 
 
 @final

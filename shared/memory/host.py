@@ -9,53 +9,30 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, final
 from uuid import uuid4
 
 from shared import _native
-from shared.errors import DriverError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
+from shared.errors import DriverError, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import HOST_DEVICE, DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.backend import Slab
 from shared.memory.host_capacity import available_bytes
-from shared.memory.ranges import check_range
+from shared.memory.native_slab import FillableSlab, ReadableSlab
 from shared.memory.usage import DeviceUsage
-from shared.tensor_size import tensor_nbytes
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _NO_MEMORY = frozenset((errno.ENOMEM, errno.ENOSPC))
 _LARGEST_SLAB_BYTES = 2**63 - 1  # off_t
 
 
 @final
-class HostSlab:
+class HostSlab(ReadableSlab[_native.HostSlab]):
     """A readable slab in host memory (`backend.Slab`)."""
 
-    __slots__ = ("_entry", "_native")
-
-    def __init__(self, entry: SlabEntry, take_native: _native.HostSlab) -> None:
-        self._entry = entry
-        self._native = take_native
-
-    @property
-    def entry(self) -> SlabEntry:
-        return self._entry
-
-    def borrow_fd(self) -> int:
-        return self._native.borrow_fd()
-
-    def crc32(self, offset_bytes: int, nbytes: int) -> int:
-        check_range(self._entry, offset_bytes, nbytes)
-        return self._native.crc32(offset_bytes, nbytes)
-
-    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
-        check_range(self._entry, offset_bytes, nbytes)
-        if leaf_bytes <= 0:
-            raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
-        return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
+    __slots__ = ()
 
     @property
     def batch_bytes(self) -> int:
@@ -64,72 +41,15 @@ class HostSlab:
     def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
         return [self.sha256_leaves(offset, nbytes, leaf_bytes) for offset, nbytes in ranges]
 
-    def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        # Here, not above: loaderd moves weights and never looks at them, so it needs no torch.
-        from torch.utils.dlpack import from_dlpack
-
-        from shared.memory.typed_view import typed_view
-
-        try:
-            nbytes = tensor_nbytes(dtype, shape)
-        except ValueError as error:
-            raise InvalidRequest(str(error), dtype=dtype) from error
-        check_range(self._entry, offset_bytes, nbytes)
-        return typed_view(from_dlpack(self._native.view(offset_bytes, nbytes)), dtype, shape)
-
-    def close(self) -> None:
-        self._native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._native.is_open:
-            self._native.close()
-
 
 @final
-class WritableHostSlab:
+class WritableHostSlab(FillableSlab[_native.WritableHostSlab]):
     """A slab in host memory that its creator fills (`backend.WritableSlab`)."""
 
-    __slots__ = ("_entry", "_native")
-
-    def __init__(self, entry: SlabEntry, take_native: _native.WritableHostSlab) -> None:
-        self._entry = entry
-        self._native = take_native
-
-    @property
-    def entry(self) -> SlabEntry:
-        return self._entry
-
-    def read_file(self, fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
-        check_range(self._entry, offset_bytes, nbytes)
-        if file_offset < 0:
-            raise InvariantError(f"a file has no byte {file_offset}")
-        return self._native.read_file(fd, file_offset, offset_bytes, nbytes)
+    __slots__ = ()
 
     def seal(self) -> HostSlab:
         return HostSlab(self._entry, self._native.seal())
-
-    def close(self) -> None:
-        self._native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._native.is_open:
-            self._native.close()
 
 
 @final

@@ -1,0 +1,121 @@
+"""What the slabs of every native backend do alike: check ranges, hand on to the extension, close once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+
+from shared.errors import InvalidRequest, InvariantError
+from shared.layout import SlabEntry
+from shared.memory.ranges import check_range
+from shared.tensor_size import tensor_nbytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Closable(Protocol):
+    @property
+    def is_open(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class _Readable(_Closable, Protocol):
+    def borrow_fd(self) -> int: ...
+
+    def crc32(self, offset_bytes: int, nbytes: int) -> int: ...
+
+    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes: ...
+
+    def view(self, offset_bytes: int, nbytes: int) -> Any: ...
+
+
+class _Writable(_Closable, Protocol):
+    def read_file(self, borrow_fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int: ...
+
+
+Closable = TypeVar("Closable", bound=_Closable)
+Readable = TypeVar("Readable", bound=_Readable)
+Writable = TypeVar("Writable", bound=_Writable)
+
+
+class NativeOwner(Generic[Closable]):
+    """Owns one native slab; leaving the block closes it if it is still open."""
+
+    __slots__ = ("_entry", "_native")
+
+    def __init__(self, entry: SlabEntry, take_native: Closable) -> None:
+        self._entry = entry
+        self._native = take_native
+
+    @property
+    def entry(self) -> SlabEntry:
+        return self._entry
+
+    def close(self) -> None:
+        """Raises InvariantError the second time."""
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._native.is_open:
+            self.close()
+
+
+class ReadableSlab(NativeOwner[Readable]):
+    """The common part of `backend.Slab`."""
+
+    __slots__ = ()
+
+    def borrow_fd(self) -> int:
+        return self._native.borrow_fd()
+
+    def crc32(self, offset_bytes: int, nbytes: int) -> int:
+        check_range(self._entry, offset_bytes, nbytes)
+        return self._native.crc32(offset_bytes, nbytes)
+
+    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
+        check_range(self._entry, offset_bytes, nbytes)
+        check_leaf(leaf_bytes)
+        return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
+
+    def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        # Here, not above: loaderd moves weights and never looks at them, so it needs no torch.
+        from torch.utils.dlpack import from_dlpack
+
+        from shared.memory.typed_view import typed_view
+
+        try:
+            nbytes = tensor_nbytes(dtype, shape)
+        except ValueError as error:
+            raise InvalidRequest(str(error), dtype=dtype) from error
+        check_range(self._entry, offset_bytes, nbytes)
+        return typed_view(from_dlpack(self._native.view(offset_bytes, nbytes)), dtype, shape)
+
+
+class FillableSlab(NativeOwner[Writable]):
+    """The common part of `backend.WritableSlab`."""
+
+    __slots__ = ()
+
+    def read_file(self, fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
+        """A copy to a device may be under way when it returns; `seal` waits for it."""
+        check_range(self._entry, offset_bytes, nbytes)
+        if file_offset < 0:
+            raise InvariantError(f"a file has no byte {file_offset}")
+        return self._native.read_file(fd, file_offset, offset_bytes, nbytes)
+
+
+def check_leaf(leaf_bytes: int) -> None:
+    """Raise InvariantError for a leaf size that is none."""
+    if leaf_bytes <= 0:
+        raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
