@@ -99,7 +99,13 @@ class ControlClient:
             raise DaemonUnreachable(
                 f"{self._run_dir.control} accepts connections, but nobody speaks ZeroMQ there; {_HELP}"
             )
-        connection.send(encode(request, CONTROL_FRAME_BYTES), zmq.NOBLOCK)
+        try:
+            connection.send(encode(request, CONTROL_FRAME_BYTES), zmq.NOBLOCK)
+        except zmq.Again as error:
+            # It was there a moment ago; with IMMEDIATE a request is never queued for who comes next.
+            raise DaemonUnreachable(
+                f"{self._run_dir.control} hung up before {request.body.verb} was sent; {_HELP}"
+            ) from error
         while connection.poll(_left_ms(end_ns + round(_GRACE_S * 1e9)), zmq.POLLIN):
             frames = connection.recv_multipart(zmq.NOBLOCK)
             if len(frames) != 1:

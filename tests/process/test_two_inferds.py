@@ -14,6 +14,11 @@ from tests.support import procfs
 from tests.support.serving_host import ServingHost, serving_host
 from tests.support.tiny_models import derive, everything_scaled, make_model
 
+IS_REAL = "CHANGEOVER_TEST_MODEL_F32" in os.environ
+
+LONG_TOKENS = 1_000 if IS_REAL else 8_000
+"""More than are made while a push waits; the real model is slower, and its cache holds fewer."""
+
 MOST_MORE = 0.02
 """Part of the weights that a second inferd may add to memory."""
 
@@ -82,7 +87,7 @@ def test_one_push_flips_both(host: ServingHost) -> None:
 def test_where_one_is_not_prepared_nobody_commits(host: ServingHost, root: Path) -> None:
     """A stream on b holds the slot that the push needs there; a is prepared when it is given up."""
     derive(root / "tiny-v1", root / "tiny-v3", everything_scaled(1.5))
-    with host.client("b") as client, client.stream("held", 8_000, is_endless=True) as held:
+    with host.client("b") as client, client.stream("held", LONG_TOKENS, is_endless=True) as held:
         held.read(1)
         host.push("v2")
         before = host.model()

@@ -66,7 +66,9 @@ def running(host: ServingHost) -> str | None:
 def test_ctrl_c_and_a_timeout_end_the_waiting_and_not_the_push(host: ServingHost) -> None:
     with held_slot(host):
         # Its own process group, so that only it gets the signal.
-        with host.start_ctl("push", "tiny-v3", start_new_session=True) as client:
+        # Whoever runs the tests in the background may have SIGINT ignored, and children inherit that.
+        heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        with host.start_ctl("push", "tiny-v3", prelude=heeds, start_new_session=True) as client:
             operation = host.awaited(lambda: running(host), "the push to start")
             preparing(host, operation)
             assert client.stdout is not None
