@@ -36,7 +36,6 @@ DeviceId = NewType("DeviceId", str)
 HOST_DEVICE = DeviceId("host")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def check_name(name: str, what: str) -> str:
@@ -44,13 +43,6 @@ def check_name(name: str, what: str) -> str:
     if not _NAME.fullmatch(name):
         raise InvalidName(what=what, name=name)
     return name
-
-
-def parse_digest(text: str) -> Digest:
-    """Return `text` as a Digest; raises InvalidName unless it is `sha256:` and 64 hex digits."""
-    if not _DIGEST.fullmatch(text):
-        raise InvalidName(what="digest", name=text)
-    return Digest(text)
 
 
 @dataclass(frozen=True, slots=True, order=True)

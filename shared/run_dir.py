@@ -15,7 +15,8 @@ from shared.errors import ConfigError, ResourceError
 DEFAULT_RUN_DIR = Path("/run/changeover")
 RUN_DIR_VARIABLE = "CHANGEOVER_RUN_DIR"
 
-_SUN_PATH_BYTES = 107  # unix(7): 108 with the terminating NUL
+PATH_BYTES = 107
+"""Longest path of a Unix socket: sizeof(sun_path) less the terminating zero, unix(7)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class RunDir:
         if not self.path.is_dir():
             raise ConfigError(f"run directory {self.path} does not exist")
         longest = self.inferd_health("x" * 32)
-        if len(os.fsencode(longest)) > _SUN_PATH_BYTES:
+        if len(os.fsencode(longest)) > PATH_BYTES:
             raise ConfigError(f"run directory {self.path} is too long for Unix socket paths")
 
     @contextmanager

@@ -7,7 +7,6 @@ import fcntl
 import os
 import socket
 import stat
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,15 +15,13 @@ from types import TracebackType
 from typing import Self
 
 from shared.errors import DriverError, ResourceError
-
-PATH_BYTES = 107
-"""sizeof(sun_path) less the terminating zero."""
+from shared.fdpass import PeerCredentials
+from shared.run_dir import PATH_BYTES
 
 CLAIM_TIMEOUT_S = 2.0
 """Longest wait for another process that claims a path in the same directory."""
 
 _STREAM = socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-_UCRED = struct.Struct("iII")
 
 
 class UnixListener:
@@ -123,12 +120,7 @@ def _remove_stale(path: Path) -> None:
             return
         if number == errno.ENOENT:
             return
-        owner = f"pid {_peer_pid(probe)}" if number == 0 else os.strerror(number)
+        owner = f"pid {PeerCredentials.of(probe).pid}" if number == 0 else os.strerror(number)
     # A full backlog (EAGAIN), another kind of socket (EPROTOTYPE) and no permission (EACCES) are not
     # signs of death.
     raise ResourceError(f"{path}: another process listens there ({owner})", path=str(path), owner=owner)
-
-
-def _peer_pid(connection: socket.socket) -> int:
-    pid, _uid, _gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return int(pid)

@@ -12,7 +12,8 @@ import pytest
 
 from shared import unix_listener
 from shared.errors import DriverError, ResourceError
-from shared.unix_listener import PATH_BYTES, UnixListener
+from shared.run_dir import PATH_BYTES
+from shared.unix_listener import UnixListener
 
 
 @pytest.fixture
