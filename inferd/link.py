@@ -6,6 +6,7 @@ While there is no loaderd, inferd goes on serving what it has.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -22,6 +23,7 @@ from inferd.slots import Slots
 from shared.codec import HANDOFF_FRAME_BYTES, PROTOCOL_VERSION, decode, encode
 from shared.errors import ChangeoverError, DriverError, InvalidRequest, PeerError, PeerGone, ProtocolError
 from shared.fdpass import ReceivedFds, SeqpacketChannel
+from shared.gate import Gate
 from shared.handoff import (
     FROM_LOADERD,
     Announce,
@@ -34,6 +36,7 @@ from shared.handoff import (
     HandedBack,
     HeldVersion,
     Hello,
+    Pace,
     Prepare,
     Prepared,
     Refused,
@@ -92,8 +95,10 @@ class LoaderdLink:
         engine: Engine,
         backend: MemoryBackend,
         turn: TurnRequests,
+        gate: Gate,
     ) -> None:
-        """`turn` carries an in-flight policy out right after a flip."""
+        """`turn` carries an in-flight policy out right after a flip; `gate` is set to the pace that loaderd
+        asks for, and is wide open without one."""
         self._turn = turn
         self._identity = identity
         self._socket_path = socket_path
@@ -105,6 +110,8 @@ class LoaderdLink:
         self._incoming: IncomingVersion | None = None
         self._announced: _Announced | None = None
         self._changed = asyncio.Event()
+        self._gate = gate
+        self._report_every_s = REPORT_EVERY_S
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -156,6 +163,7 @@ class LoaderdLink:
         finally:
             self._channel = None
             self._announced = None
+            self._set_pace(REPORT_EVERY_S, None)
             self._slots.wake_drains()
             if self._incoming is not None:
                 self._incoming.close()
@@ -223,6 +231,9 @@ class LoaderdLink:
                     self._start(channel, message.request_id, self._release(message))
                 case HandBack():
                     self._start(channel, message.request_id, self._hand_back(message, channel))
+                case Pace():
+                    self._announced = announced
+                    self._set_pace(message.report_every_s, message.bytes_per_s)
                 case Welcome() | Refused():
                     raise ProtocolError(f"unexpected {message.kind} on an open lease")
                 case _:
@@ -308,7 +319,7 @@ class LoaderdLink:
             # Not wait_for: before Python 3.12 it swallows a cancellation that comes with the event, and
             # the shutdown would wait for this task for ever.
             with suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_EVERY_S):
+                async with asyncio.timeout(self._report_every_s):
                     await self._changed.wait()
 
     def _slot_report(self) -> Report:
@@ -319,7 +330,16 @@ class LoaderdLink:
             running=load.running,
             waiting=load.waiting,
             tokens_generated=load.tokens_generated,
+            decode_steps=load.decode_steps,
+            decode_ns=load.decode_ns,
+            hashed_bytes=self._gate.admitted_bytes,
         )
+
+    def _set_pace(self, report_every_s: float, bytes_per_s: float | None) -> None:
+        self._gate.set_rate(math.inf if bytes_per_s is None else bytes_per_s)
+        if report_every_s != self._report_every_s:
+            self._report_every_s = report_every_s
+            self._changed.set()
 
     # --- tasks -----------------------------------------------------------------------------------
 

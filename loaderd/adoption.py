@@ -11,6 +11,7 @@ from loaderd.checkpoint.strict_json import parse_object
 from loaderd.leases import Lease
 from loaderd.slab_table import SlabTable, UserId
 from shared.errors import CheckpointError, ProtocolError
+from shared.gate import Pacer
 from shared.ids import VersionTag
 from shared.memory.backend import MemoryBackend, Slab
 from shared.resident import ResidentVersion, check_identity
@@ -19,7 +20,7 @@ HAND_BACK_WITHIN_S = 10.0
 
 
 async def take_back(
-    lease: Lease, tag: VersionTag, backend: MemoryBackend, slabs: SlabTable, user: UserId
+    lease: Lease, tag: VersionTag, backend: MemoryBackend, slabs: SlabTable, user: UserId, pacer: Pacer
 ) -> ResidentVersion:
     """Receive, map and verify a version that an inferd holds; its slabs go to the table.
 
@@ -45,7 +46,7 @@ async def take_back(
             slab.close()
         raise
     version = replace(mapped, slabs=tuple(own))
-    await asyncio.to_thread(check_identity, version, hash_bytes=True)
+    await asyncio.to_thread(check_identity, version, hash_bytes=True, pacer=pacer)
     return version
 
 

@@ -31,6 +31,7 @@ from loaderd.leases import Lease
 from loaderd.metrics import LoaderdMetrics
 from loaderd.nvml import open_nvml
 from loaderd.operations import Operations
+from loaderd.pace import Pace
 from loaderd.placement import PlacementRules
 from loaderd.plan import Verdict as PlanVerdict
 from loaderd.planning import Planner, plan_report
@@ -105,6 +106,7 @@ class Loaderd:
         self.handoff = HandoffServer(
             chronicle.generation, self.policy(), self._backend, self._device, chronicle, holder=self
         )
+        self.pace = Pace(config.throttle_limits(), self.handoff.leases, chronicle, self._spawn)
         self._host = Host(
             chronicle,
             Operations(chronicle),
@@ -114,6 +116,7 @@ class Loaderd:
             self._device,
             self.gpus,
             self.handoff.leases,
+            self.pace,
             self._spawn,
         )
         self.deployments: dict[str, Deployment] = {}
@@ -207,11 +210,13 @@ class Loaderd:
         self._spawn(self._welcome(lease))
 
     def reported(self, lease: Lease) -> None:
-        """Nothing to do: a version's memory goes when its release is confirmed or its lease ends."""
+        """Let the throttle know; a version's memory goes when its release is confirmed or its lease ends."""
+        self.pace.reported(lease)
 
     def detached(self, lease: Lease) -> None:
         """Free what only this inferd still mapped."""
         self._attempts.pop(lease.id, None)
+        self.pace.detached(lease)
         self._host.versions.collect(tuple(self.handoff.leases.values()))
 
     async def _welcome(self, lease: Lease) -> None:
@@ -348,6 +353,7 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             supervisor.start(loaderd.handoff.run(listener), name="handoff")
             supervisor.start(control.run(), name="control")
             supervisor.start(loaderd.maintain(), name="maintain")
+            supervisor.start(loaderd.pace.run(), name="pace")
             if loaderd.gpus.has_nvml:
                 supervisor.start(loaderd.gpus.run(), name="gpus")
             supervisor.start(notifier.feed_watchdog(lambda: pulse.verdict().is_ok), name="watchdog")

@@ -16,6 +16,7 @@ from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
 from loaderd.operations import Kind, Operation, Operations
+from loaderd.pace import Pace
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.versions import Version, VersionTable
@@ -49,6 +50,7 @@ class Host:
     device: DeviceId
     gpus: GpuWatch
     leases: Mapping[LeaseId, Lease]
+    pace: Pace
     spawn: Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -267,6 +269,7 @@ class Deployment:
             operation,
             self._host.operations,
             self._host.chronicle,
+            self._host.pace,
         )
         self._rollout = driver
         try:
@@ -337,7 +340,10 @@ class Deployment:
         if retained is None or lease.has_prepared(retained.tag):
             return
         try:
-            await lease.prepare(retained.memory, self.config.prepare_timeout_s, self.config.drain_timeout_s)
+            with self._host.pace.work(f"preparing {retained.ref}"):
+                await lease.prepare(
+                    retained.memory, self.config.prepare_timeout_s, self.config.drain_timeout_s
+                )
         except ChangeoverError as error:
             self._host.chronicle.record(
                 "inferd.not_retained",

@@ -123,7 +123,7 @@ class Inquiries:
         # The slabs must outlive the hashing, whatever is swept meanwhile and whether or not the request's
         # deadline passes: the thread goes on.
         user = self._host.versions.hold(version)
-        hashing = asyncio.ensure_future(asyncio.to_thread(damaged_tensors, memory))
+        hashing = asyncio.ensure_future(self._hash(version))
         hashing.add_done_callback(lambda _: self._host.versions.slabs.release(user))
         damaged = await asyncio.shield(hashing)
         report = VerifyReport(
@@ -143,6 +143,10 @@ class Inquiries:
                 tensors=len(damaged),
             )
         return report
+
+    async def _hash(self, version: Version) -> tuple[str, ...]:
+        with self._host.pace.work(f"verifying {version.ref}") as work:
+            return await asyncio.to_thread(damaged_tensors, version.memory, work)
 
     async def diff(self, body: Diff) -> DiffReport:
         """Compare two versions by content, resident or not."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from shared.handoff import (
     HandBack,
     HandedBack,
     Hello,
+    Pace,
     Prepare,
     Prepared,
     Release,
@@ -68,7 +70,7 @@ class Lease:
         )
         self._channel = channel
         self._attached_s = time.monotonic()
-        self._load = (0, 0)
+        self.last_report: Report | None = None
         self._request_ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[FromInferd]] = {}
         self._announced: Commit | None = None
@@ -117,7 +119,7 @@ class Lease:
     def report(self) -> InferdReport:
         """This inferd as the status shows it."""
         serving = self.serving
-        running, waiting = self._load
+        load = self.last_report
         return InferdReport(
             name=self.name,
             pid=self.peer.pid,
@@ -128,8 +130,8 @@ class Lease:
             serving=Tag.of(serving) if serving is not None else None,
             epoch=self.epoch,
             slots=self.slots,
-            running=running,
-            waiting=waiting,
+            running=load.running if load is not None else 0,
+            waiting=load.waiting if load is not None else 0,
         )
 
     # --- what is asked of it ---------------------------------------------------------------------
@@ -210,6 +212,12 @@ class Lease:
                 if unclaimed is not None:
                     unclaimed.close()
 
+    async def set_pace(self, report_every_s: float, bytes_per_s: float) -> None:
+        """Say how often the inferd shall report, and how fast it may hash: not at all for 0, as fast as it
+        goes for infinity.  Raises PeerGone."""
+        limit = None if math.isinf(bytes_per_s) else bytes_per_s
+        await self._send(Pace(report_every_s=report_every_s, bytes_per_s=limit))
+
     def close(self) -> None:
         """End the lease; its reader sees the end and reports it."""
         self._channel.close()
@@ -259,7 +267,7 @@ class Lease:
             case Report():
                 self.slots = message.slots
                 self.epoch = Epoch(message.epoch)
-                self._load = (message.running, message.waiting)
+                self.last_report = message
                 # What a preparation is still mapping is not in a slot yet, so holds only ever grow here.
                 for slot in message.slots:
                     if slot.tag is not None:

@@ -106,7 +106,10 @@ class Reconciliation:
                 deployment.commit_found(active, Epoch(lease.epoch + 1))
             done: Prepared | None = None
             if not lease.has_prepared(active.tag):
-                done = await lease.prepare(active.memory, config.prepare_timeout_s, config.drain_timeout_s)
+                with self._host.pace.work(f"preparing {active.ref}"):
+                    done = await lease.prepare(
+                        active.memory, config.prepare_timeout_s, config.drain_timeout_s
+                    )
             await lease.commit(active.tag, deployment.epoch, config.commit_timeout_s)
             self._host.chronicle.record(
                 "inferd.reconciled",
@@ -200,7 +203,10 @@ class Reconciliation:
         versions = self._host.versions
         version = versions.new(tag.ref)
         try:
-            version.resident = await take_back(lease, tag, self._host.backend, versions.slabs, version.user)
+            with self._host.pace.work(f"adopting {tag.ref}") as work:
+                version.resident = await take_back(
+                    lease, tag, self._host.backend, versions.slabs, version.user, work
+                )
             version.config = read_config(version.resident.assets)
             versions.advance(version, VersionEvent.ADOPT, f"handed back by inferd {lease.name}")
         except BaseException as error:

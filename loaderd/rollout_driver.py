@@ -12,6 +12,7 @@ import structlog
 from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
 from loaderd.operations import Operation, Operations
+from loaderd.pace import Pace
 from loaderd.rollout import (
     Abandoned,
     CommitBroke,
@@ -60,7 +61,9 @@ class RolloutDriver:
         operation: Operation,
         operations: Operations,
         chronicle: Chronicle,
+        pace: Pace,
     ) -> None:
+        self._pace = pace
         self._version = version
         self._epoch = epoch
         self._leases = leases
@@ -175,7 +178,8 @@ class RolloutDriver:
         event: RolloutEvent
         try:
             if lease.id not in self._had_it:
-                done = await lease.prepare(self._version, self._limits.prepare_s, self._limits.drain_s)
+                with self._pace.work(f"preparing {self.tag.ref}"):
+                    done = await lease.prepare(self._version, self._limits.prepare_s, self._limits.drain_s)
                 self._chronicle.publish(
                     "inferd.prepared",
                     f"inferd {lease.name} prepared {self.tag.ref}",

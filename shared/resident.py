@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shared.digest import LEAF_BYTES, file_digest, tensor_digest, version_digest
 from shared.errors import DigestMismatch
+from shared.gate import PIECE_BYTES, Gate, Pacer
 from shared.ids import Digest, VersionTag
 from shared.layout import Layout, TensorEntry
 from shared.memory.backend import Slab
@@ -64,39 +67,90 @@ def resident_leaves(batch: Sequence[Place], slabs: Sequence[Slab]) -> list[bytes
     return slabs[batch[0][0]].sha256_leaves_of(ranges, LEAF_BYTES)
 
 
+class _Pieces:
+    """What is still to be hashed, in order; threads take from it as much as they may hash at once."""
+
+    def __init__(self, places: Iterable[Place], slabs: Sequence[Slab]) -> None:
+        self._slabs = slabs
+        self._lock = threading.Lock()
+        self._left = deque(
+            (place, at, min(PIECE_BYTES, place[2] - at))
+            for place in sorted(places)
+            for at in range(0, place[2], PIECE_BYTES)
+        )
+        self.leaves: dict[Place, dict[int, bytes]] = {}
+
+    def take(self, pacer: Pacer) -> list[tuple[Place, int, int]]:
+        """Pieces of one slab: place, offset in it and bytes; none once all are taken."""
+        with self._lock:
+            if not self._left:
+                return []
+            taken = [self._left.popleft()]
+            slab, filled = taken[0][0][0], taken[0][2]
+            most = pacer.grain_bytes(max(PIECE_BYTES, self._slabs[slab].batch_bytes))
+            while self._left and self._left[0][0][0] == slab and filled + self._left[0][2] <= most:
+                taken.append(self._left.popleft())
+                filled += taken[-1][2]
+            return taken
+
+    def hash(self, pieces: Sequence[tuple[Place, int, int]]) -> None:
+        """Keep the leaves of what lies at the pieces now.  Blocking, without the GIL."""
+        slab = self._slabs[pieces[0][0][0]]
+        ranges = [(place[1] + at, nbytes) for place, at, nbytes in pieces]
+        found = slab.sha256_leaves_of(ranges, LEAF_BYTES)
+        with self._lock:
+            for (place, at, _), leaves in zip(pieces, found, strict=True):
+                self.leaves.setdefault(place, {})[at] = leaves
+
+    def digest(self, place: Place) -> Digest:
+        """The digest of a place, all of whose pieces were hashed."""
+        return tensor_digest(b"".join(leaves for _, leaves in sorted(self.leaves.get(place, {}).items())))
+
+
 def damaged_tensors(
-    version: ResidentVersion, on_verified: Callable[[int], None] = lambda nbytes: None
+    version: ResidentVersion,
+    pacer: Pacer | None = None,
+    on_verified: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[str, ...]:
     """Names of tensors whose resident bytes are not those of the layout table.
 
-    Hashes every distinct place once; `on_verified` gets the bytes of each, on a worker's thread.
-    Blocking: about 1 s per 2.5 GB and thread on the host.
+    Hashes every distinct place once, as fast as `pacer` lets it; `on_verified` gets the bytes of each
+    piece, on a worker's thread.  Blocking: about 1 s per 2.5 GB and thread on the host.
     """
-    places: dict[Place, list[TensorEntry]] = {}
-    for tensor in version.layout.tensors:
-        places.setdefault((tensor.slab, tensor.offset_bytes, tensor.nbytes), []).append(tensor)
+    gate: Pacer = pacer if pacer is not None else Gate()
+    places = {(tensor.slab, tensor.offset_bytes, tensor.nbytes) for tensor in version.layout.tensors}
+    pieces = _Pieces(places, version.slabs)
+    failed = threading.Event()
 
-    def check(batch: list[Place]) -> list[str]:
-        damaged: list[str] = []
-        for place, leaves in zip(batch, resident_leaves(batch, version.slabs), strict=True):
-            found = tensor_digest(leaves)
-            damaged += [tensor.name for tensor in places[place] if tensor.digest != found]
-            on_verified(place[2])
-        return damaged
+    def work() -> None:
+        try:
+            while not failed.is_set() and (taken := pieces.take(gate)):
+                nbytes = sum(each[2] for each in taken)
+                gate.admit(nbytes)
+                pieces.hash(taken)
+                on_verified(nbytes)
+        except BaseException:
+            failed.set()
+            raise
 
-    batches = hash_batches((place for place in places if place[2]), version.slabs)
     with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hash") as workers:
-        damaged = [name for names in workers.map(check, batches) for name in names]
-    nothing = tensor_digest(b"")
-    empty = (tensor for tensor in version.layout.tensors if tensor.nbytes == 0)
-    return tuple(sorted([*damaged, *(tensor.name for tensor in empty if tensor.digest != nothing)]))
+        for done in [workers.submit(work) for _ in range(HASHING_THREADS)]:
+            done.result()
+    found = {place: pieces.digest(place) for place in places}
+    return tuple(
+        sorted(
+            tensor.name
+            for tensor in version.layout.tensors
+            if found[tensor.slab, tensor.offset_bytes, tensor.nbytes] != tensor.digest
+        )
+    )
 
 
-def check_identity(version: ResidentVersion, *, hash_bytes: bool) -> None:
+def check_identity(version: ResidentVersion, *, hash_bytes: bool, pacer: Pacer | None = None) -> None:
     """Raise DigestMismatch unless the version is what its tag says.
 
     The tables are always checked against the tag; with `hash_bytes` every resident byte is hashed
-    against the tables too, so that the tag then speaks for the bytes themselves.
+    against the tables too, as fast as `pacer` lets it, so that the tag then speaks for the bytes themselves.
     """
     found = content_digest(version.layout, version.assets)
     if found != version.tag.digest:
@@ -104,7 +158,7 @@ def check_identity(version: ResidentVersion, *, hash_bytes: bool) -> None:
             f"tables amount to {found}, expected {version.tag.digest}", file=str(version.tag.ref)
         )
     if hash_bytes:
-        damaged = damaged_tensors(version)
+        damaged = damaged_tensors(version, pacer)
         if damaged:
             raise DigestMismatch(
                 f"resident bytes of {len(damaged)} tensors are not those that were verified",
