@@ -144,9 +144,7 @@ class Preparer:
             version = await asyncio.to_thread(incoming.map, self._backend)
             self._slots.fill(slot, version)
             mapped = time.perf_counter()
-            await asyncio.to_thread(
-                check_identity, version, hash_bytes=self._verify_mapped, pacer=self._gate
-            )
+            await asyncio.to_thread(check_identity, version, hash_bytes=self._verify_mapped, pacer=self._gate)
             verified = time.perf_counter()
             self._slots.advance(slot, SlotEvent.MAPPED, "mapped and checked")
             await self._engine_work(lambda: self._build(slot.index, version))

@@ -14,7 +14,8 @@ from loaderd.config import ModelConfig
 from loaderd.gpu_watch import GpuWatch
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
-from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
+from loaderd.load_request import LoadProgress, LoadRequest
+from loaderd.loading import Loaded, load_and_verify
 from loaderd.operations import Kind, Operation, Operations
 from loaderd.pace import Pace
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
@@ -29,6 +30,7 @@ from shared.errors import (
     PlanRefused,
     UnknownVersion,
 )
+from shared.gate import Pacer
 from shared.ids import DeviceId, Digest, Epoch, LeaseId, VersionRef, VersionTag
 from shared.memory.backend import MemoryBackend
 from shared.messages import InFlight, Tag
@@ -140,7 +142,9 @@ class Deployment:
                 shared_slabs=shared_slabs,
                 device=self._host.device,
             )
-            loaded = await self._load_with_progress(operation, request)
+            self._cancel_load = threading.Event()
+            with self._host.pace.work(f"loading {operation.ref}", ended=self._cancel_load) as work:
+                loaded = await self._load_with_progress(operation, request, work)
             for slab in loaded.new_slabs:
                 versions.slabs.add(slab, version.user)
             version.resident = loaded.version
@@ -160,14 +164,15 @@ class Deployment:
             raise
         return version
 
-    async def _load_with_progress(self, operation: Operation, request: LoadRequest) -> Loaded:
+    async def _load_with_progress(self, operation: Operation, request: LoadRequest, pacer: Pacer) -> Loaded:
         progress = LoadProgress()
         operation.bytes_total = request.placement.bytes_to_read
         operation.check_not_superseded()
-        self._cancel_load = threading.Event()
         self._host.operations.enter(operation, "loading")
         work = asyncio.ensure_future(
-            asyncio.to_thread(load_and_verify, request, self._host.backend, progress, self._cancel_load)
+            asyncio.to_thread(
+                load_and_verify, request, self._host.backend, progress, self._cancel_load, pacer
+            )
         )
         try:
             while not work.done():

@@ -20,7 +20,7 @@ import structlog
 from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
 from loaderd.throttle import Limits, Throttle, Window
-from shared.errors import ChangeoverError
+from shared.errors import ChangeoverError, Fact
 from shared.gate import Gate
 from shared.handoff import Report
 from shared.ids import LeaseId
@@ -209,24 +209,24 @@ class Pace:
         if excess is before.excess:
             return
         lease = self._leases.get(excess.lease)
-        facts = {
-            "model": lease.model if lease is not None else "",
-            "inferd": lease.name if lease is not None else "",
+        model, inferd = (lease.model, lease.name) if lease is not None else ("", "")
+        text = (
+            f"inter-token latency of inferd {inferd} is {excess.latency_s * 1e3:.1f} ms, "
+            f"{excess.baseline_s * 1e3:.1f} ms without copies"
+        )
+        facts: dict[str, Fact] = {
+            "inferd": inferd,
             "inter_token_ms": round(excess.latency_s * 1e3, 3),
             "quiet_ms": round(excess.baseline_s * 1e3, 3),
             "bytes_per_s": round(after.rate),
             "work": ", ".join(work.name for work in self._works),
         }
-        text = (
-            f"inter-token latency of inferd {facts['inferd']} is {excess.latency_s * 1e3:.1f} ms, "
-            f"{excess.baseline_s * 1e3:.1f} ms without copies"
-        )
         if before.excess is None:
             self._excess_s = after.since_s
-            self._chronicle.record("throttle.began", text, **facts)
+            self._chronicle.record("throttle.began", text, model=model, version="", operation="", **facts)
         else:
             # Many in a long push: only the first is history.
-            self._chronicle.publish("throttle.slower", text, **facts)
+            self._chronicle.publish("throttle.slower", text, model=model, version="", operation="", **facts)
 
     def _say_ended(self) -> None:
         seconds = self._clock() - self._excess_s

@@ -149,9 +149,7 @@ class Throttle:
     def tick(self, now_s: float, moved_bytes: int) -> Throttle:
         """Decide; `moved_bytes` went through since `since_s`.  Nothing else changes phase or rate while
         there is work."""
-        serving = {
-            key: served for key, served in self.served.items() if now_s - served.serving_s < LINGER_S
-        }
+        serving = {key: served for key, served in self.served.items() if now_s - served.serving_s < LINGER_S}
         match self.phase:
             case Phase.IDLE:
                 return self

@@ -36,9 +36,7 @@ class Pacer(Protocol):
 class Gate:
     """A rate over all threads that ask.  Nothing is saved up: after a pause there is no burst."""
 
-    def __init__(
-        self, bytes_per_s: float = math.inf, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, bytes_per_s: float = math.inf, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`bytes_per_s`: infinite lets everything through, 0 nothing."""
         self._clock = clock
         self._changed = threading.Condition()
@@ -59,9 +57,9 @@ class Gate:
                 return
             # What the last bytes still have to wait for shrinks or grows with the rate.
             now = self._clock()
-            owed = max(0.0, self._free_s - now) * (0.0 if math.isinf(self._bytes_per_s) else self._bytes_per_s)
+            wait_s = max(0.0, self._free_s - now) if math.isfinite(self._bytes_per_s) else 0.0
+            self._free_s = now + wait_s * self._bytes_per_s / bytes_per_s if wait_s and bytes_per_s else now
             self._bytes_per_s = bytes_per_s
-            self._free_s = now + owed / bytes_per_s if bytes_per_s > 0 else now
             self._changed.notify_all()
 
     def admit(self, nbytes: int, ended: threading.Event | None = None) -> None:

@@ -13,7 +13,7 @@ from shared.digest import LEAF_BYTES, file_digest, tensor_digest, version_digest
 from shared.errors import DigestMismatch
 from shared.gate import PIECE_BYTES, Gate, Pacer
 from shared.ids import Digest, VersionTag
-from shared.layout import Layout, TensorEntry
+from shared.layout import Layout
 from shared.memory.backend import Slab
 
 HASHING_THREADS = os.cpu_count() or 1
@@ -45,13 +45,13 @@ Place = tuple[int, int, int]
 """Slab (index), offset and bytes: where one tensor, or several with the same content, lie."""
 
 
-def hash_batches(places: Iterable[Place], slabs: Sequence[Slab]) -> list[list[Place]]:
-    """Places of one slab each, as many together as the slab's backend likes to hash in one call."""
+def hash_batches(places: Iterable[Place], most_bytes: int) -> list[list[Place]]:
+    """Places of one slab each, as many together as have `most_bytes`; a larger one is alone."""
     batches: list[list[Place]] = []
     filled = 0
     for place in sorted(places):
         slab, _, nbytes = place
-        is_next = bool(batches) and batches[-1][0][0] == slab and filled + nbytes <= slabs[slab].batch_bytes
+        is_next = bool(batches) and batches[-1][0][0] == slab and filled + nbytes <= most_bytes
         if is_next:
             batches[-1].append(place)
             filled += nbytes
@@ -61,7 +61,7 @@ def hash_batches(places: Iterable[Place], slabs: Sequence[Slab]) -> list[list[Pl
     return batches
 
 
-def resident_leaves(batch: Sequence[Place], slabs: Sequence[Slab]) -> list[bytes]:
+def resident_leaves(batch: Sequence[Place], slabs: Mapping[int, Slab]) -> list[bytes]:
     """Leaves of the bytes that lie at the places of one batch now.  Blocking, without the GIL."""
     ranges = [(offset, nbytes) for _, offset, nbytes in batch]
     return slabs[batch[0][0]].sha256_leaves_of(ranges, LEAF_BYTES)

@@ -37,6 +37,7 @@ from shared.errors import (
     WarmupFailed,
 )
 from shared.fdpass import SeqpacketChannel
+from shared.gate import Gate
 from shared.handoff import FROM_LOADERD, Hello, Refused, Welcome
 from shared.ids import HOST_DEVICE, Epoch, Generation, VersionTag
 from shared.memory.host import HostBackend
@@ -110,7 +111,8 @@ async def _pair(tmp_path: Path) -> AsyncIterator[Pair]:
                 Generation("g1"), Policy(os.getuid()), writer, HOST_DEVICE, chronicle, holder
             )
             slots = Slots("toy", lambda: [link.slots_changed() for link in links], lambda tag: None)
-            preparer = Preparer(slots, engine, reader, verify_mapped=True)
+            gate = Gate()
+            preparer = Preparer(slots, engine, reader, gate, verify_mapped=True)
             turned: list[tuple[str, VersionTag]] = []
 
             def turn(policy: str, before: VersionTag) -> int:
@@ -118,7 +120,7 @@ async def _pair(tmp_path: Path) -> AsyncIterator[Pair]:
                 return 3
 
             link = LoaderdLink(
-                Identity("a", "toy"), tmp_path / "h.sock", slots, preparer, engine, reader, turn
+                Identity("a", "toy"), tmp_path / "h.sock", slots, preparer, engine, reader, turn, gate
             )
             links.append(link)
             async with asyncio.TaskGroup() as tasks:
