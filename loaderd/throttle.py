@@ -76,6 +76,7 @@ class Window:
 class Served:
     """An inferd as far as the throttle knows it."""
 
+    is_serving: bool = False  # in its newest window
     serving_s: float = -math.inf  # when it was last seen to serve
     baseline_s: float | None = None  # time between tokens without work; None: nothing was decoded then
     looked_s: float = -math.inf  # when the baseline was taken
@@ -83,10 +84,12 @@ class Served:
     steps: int = 0  # gathered since the phase or the rate began
     decode_s: float = 0.0
 
-    @property
-    def latency_s(self) -> float | None:
-        """Mean time between tokens of what was gathered."""
-        return self.decode_s / self.steps if self.steps else None
+    def latency_s(self, waited_s: float = 0.0) -> float | None:
+        """Mean time between tokens of what was gathered in `waited_s`; where sequences ran and not one got
+        its token, it is at least that."""
+        if self.steps:
+            return self.decode_s / self.steps
+        return waited_s if self.is_serving and waited_s else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,9 @@ class Throttle:
     def observe(self, lease: LeaseId, window: Window) -> Throttle:
         """An inferd reported; windows that began before the phase did mix two things and count for none."""
         before = self.served.get(lease, Served())
-        after = replace(before, serving_s=window.ended_s) if window.is_serving else before
+        after = replace(before, is_serving=window.is_serving)
+        if window.is_serving:
+            after = replace(after, serving_s=window.ended_s)
         if window.began_s >= self.since_s:
             if self.phase is not Phase.IDLE:
                 after = replace(
@@ -174,7 +179,7 @@ class Throttle:
         if not is_enough and now_s - self.since_s < LOOK_AT_MOST_S:
             return self
         looked = {
-            key: replace(served, baseline_s=served.latency_s, looked_s=now_s, quiet=())
+            key: replace(served, baseline_s=served.latency_s(), looked_s=now_s, quiet=())
             for key, served in serving.items()
         }
         known = replace(self, served=MappingProxyType({**self.served, **looked}))
@@ -190,7 +195,7 @@ class Throttle:
         excesses = [
             Excess(key, latency, served.baseline_s)
             for key, served in judged.items()
-            if (latency := served.latency_s) is not None
+            if (latency := served.latency_s(now_s - self.since_s)) is not None
             and served.baseline_s is not None
             and latency > served.baseline_s * (1 + self.limits.above_share)
         ]

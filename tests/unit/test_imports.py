@@ -48,6 +48,7 @@ PURE = (
     "loaderd.rollout",
     "loaderd.seal.document",
     "loaderd.slab_table",
+    "loaderd.throttle",
     "shared.asset_bundle",
     "shared.codec",
     "shared.control",
