@@ -43,7 +43,7 @@ from shared.handoff import (
     SlabBatch,
     Welcome,
 )
-from shared.ids import Epoch, VersionTag
+from shared.ids import DeviceId, Epoch, VersionTag
 from shared.memory.backend import MemoryBackend
 from shared.messages import InFlight, Tag, WireError
 from shared.transfer import IncomingVersion, slab_batches, table_fds
@@ -64,6 +64,7 @@ class Identity:
 
     name: str
     model: str
+    device: DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class LoaderdLink:
             name=self._identity.name,
             model=self._identity.model,
             backend=self._backend.name,
-            devices=tuple(self._backend.devices()),
+            device=self._identity.device,
             engine=abilities.name,
             flip=str(abilities.flip),
             serves_two_versions=abilities.serves_two_versions,

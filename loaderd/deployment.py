@@ -14,10 +14,14 @@ from loaderd.config import ModelConfig
 from loaderd.gpu_watch import GpuWatch
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
-from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
+from loaderd.loading import LoadProgress
+from loaderd.model_devices import ModelDevices
 from loaderd.operations import Kind, Operation, Operations
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
+from loaderd.replication import CopiesRequest, LoadedCopies, load_copies, replicate
+from loaderd.residents import ResidentSlab
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
+from loaderd.slab_table import UserId
 from loaderd.versions import Version, VersionTable
 from shared.control import ModelReport
 from shared.errors import (
@@ -28,9 +32,10 @@ from shared.errors import (
     PlanRefused,
     UnknownVersion,
 )
-from shared.ids import DeviceId, Digest, Epoch, LeaseId, VersionRef, VersionTag
-from shared.memory.backend import MemoryBackend
+from shared.ids import DeviceId, Digest, Epoch, LeaseId, SlabId, VersionRef, VersionTag
+from shared.memory.backend import MemoryBackend, Slab
 from shared.messages import InFlight, Tag
+from shared.resident import ResidentVersion
 
 PROGRESS_EVERY_S = 0.2
 
@@ -46,7 +51,7 @@ class Host:
     versions: VersionTable
     planner: Planner
     backend: MemoryBackend
-    device: DeviceId
+    devices: ModelDevices
     gpus: GpuWatch
     leases: Mapping[LeaseId, Lease]
     spawn: Callable[[Coroutine[Any, Any, None]], None]
@@ -60,7 +65,9 @@ class Deployment:
     """
 
     def __init__(self, model: str, config: ModelConfig, host: Host) -> None:
+        """Raises InvalidRequest where the configuration chooses no device for the model."""
         self.model = model
+        self.devices = host.devices.of(model)
         self.config = config
         self.epoch = Epoch(0)
         self.active: Version | None = None
@@ -116,39 +123,40 @@ class Deployment:
     async def _load(self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None) -> Version:
         versions = self._host.versions
         version = versions.new(operation.ref)
+        sources = versions.new_user()
         try:
             # Planned here, not when the client was answered: an operation before this one may have
             # changed what is resident.
-            plan = self._host.planner.plan(opened, self.active, self.retained)
+            plan = self._host.planner.plan(opened, self.devices, self.active, self.retained)
             check_hot(plan, opened.folder)
             operation.warnings.extend(plan.warnings)
             versions.advance(version, VersionEvent.PLAN, "the plan is hot", operation.id)
             # At once: what is on its way out may be gone after the first wait.
-            shared_slabs = tuple(
-                versions.slabs.share(slab_id, version.user) for slab_id in plan.placement.shared_slabs
-            )
+            shared = tuple(self._share(slab, version.user, sources) for slab in plan.shared_slabs)
             if plan.sweep_first:
                 await self._sweep_retained(f"its memory is needed for {operation.ref}")
             versions.advance(version, VersionEvent.LOAD, "allocating and reading", operation.id)
-            request = LoadRequest(
+            request = CopiesRequest(
                 ref=operation.ref,
                 checkpoint=opened.checkpoint,
                 seal=opened.seal,
                 placement=plan.placement,
-                shared_slabs=shared_slabs,
-                device=self._host.device,
+                shared=shared,
+                devices=self.devices,
             )
             loaded = await self._load_with_progress(operation, request)
             for slab in loaded.new_slabs:
                 versions.slabs.add(slab, version.user)
-            version.resident = loaded.version
+            for device, copy in loaded.copies.items():
+                version.add_copy(device, copy)
             version.config = dict(opened.checkpoint.config)
             version.verified = "sealed" if opened.seal is not None else "digest"
-            operation.tag = loaded.version.tag
+            operation.tag = version.tag
             operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
-            if expected is not None and loaded.version.tag.digest != expected:
+            operation.bytes_replicated, operation.replicate_s = loaded.bytes_replicated, loaded.replicate_s
+            if expected is not None and version.tag.digest != expected:
                 raise DigestMismatch(
-                    f"the folder now holds {loaded.version.tag.digest}, {expected} was active",
+                    f"the folder now holds {version.tag.digest}, {expected} was active",
                     file=opened.folder,
                 )
             versions.advance(version, VersionEvent.VERIFY, "every resident byte is verified", operation.id)
@@ -156,16 +164,28 @@ class Deployment:
             versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
             self.collect()
             raise
+        finally:
+            versions.slabs.release(sources)
         return version
 
-    async def _load_with_progress(self, operation: Operation, request: LoadRequest) -> Loaded:
+    def _share(self, slab: ResidentSlab, user: UserId, sources: UserId) -> dict[DeviceId, Slab]:
+        """Count one more user of the replicas on this model's devices.  Where none is there, one of another
+        device is held for `sources`, to be copied from."""
+        slabs = self._host.versions.slabs
+        here = [device for device in self.devices if device in slab.replicas]
+        if here:
+            return {device: slabs.share(slab.replicas[device].slab_id, user) for device in here}
+        device, replica = next(iter(slab.replicas.items()))
+        return {device: slabs.share(replica.slab_id, sources)}
+
+    async def _load_with_progress(self, operation: Operation, request: CopiesRequest) -> LoadedCopies:
         progress = LoadProgress()
         operation.bytes_total = request.placement.bytes_to_read
         operation.check_not_superseded()
         self._cancel_load = threading.Event()
         self._host.operations.enter(operation, "loading")
         work = asyncio.ensure_future(
-            asyncio.to_thread(load_and_verify, request, self._host.backend, progress, self._cancel_load)
+            asyncio.to_thread(load_copies, request, self._host.backend, progress, self._cancel_load)
         )
         try:
             while not work.done():
@@ -177,7 +197,7 @@ class Deployment:
             operation.check_not_superseded()
             return work.result()
         except OutOfMemory as error:
-            raise error.naming(self._host.gpus.holders(self._host.device)) from error
+            raise error.naming(self._host.gpus.holders(DeviceId(error.device))) from error
         except BaseException:
             # The thread must be out of the slabs before anyone closes them.
             self._cancel_load.set()
@@ -244,7 +264,7 @@ class Deployment:
         try:
             await self._activate(operation, target)
         except BaseException as error:
-            if target.state is not VersionState.ACTIVE:
+            if target.state in _ON_ITS_WAY:
                 self._host.versions.advance(target, VersionEvent.RETAIN, cause_of(error), operation.id)
             raise
 
@@ -256,11 +276,15 @@ class Deployment:
         operation.check_not_superseded()
         self._check_tokens_keep_their_meaning(operation, version)
         self._host.operations.enter(operation, "preparing")
+        for lease in tuple(self.leases().values()):
+            if not lease.has_prepared(version.tag):
+                await self.copy_on(lease.device, version)
         versions = self._host.versions
         versions.advance(version, VersionEvent.PREPARE, operation.kind, operation.id)
         epoch = Epoch(self.epoch + 1)
         driver = RolloutDriver(
-            version.memory,
+            version.tag,
+            version.copies,
             epoch,
             self.leases(),
             self._limits(),
@@ -337,7 +361,8 @@ class Deployment:
         if retained is None or lease.has_prepared(retained.tag):
             return
         try:
-            await lease.prepare(retained.memory, self.config.prepare_timeout_s, self.config.drain_timeout_s)
+            copy = await self.copy_on(lease.device, retained)
+            await lease.prepare(copy, self.config.prepare_timeout_s, self.config.drain_timeout_s)
         except ChangeoverError as error:
             self._host.chronicle.record(
                 "inferd.not_retained",
@@ -346,6 +371,68 @@ class Deployment:
                 version=retained.ref.version,
                 inferd=lease.name,
             )
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    async def copy_on(self, device: DeviceId, version: Version) -> ResidentVersion:
+        """The version's copy on a device, made from another copy if it is missing; the caller holds
+        `slots_in_hand`.  Raises OutOfMemory with who holds memory, DriverError, DigestMismatch."""
+        if device in version.copies:
+            return version.copies[device]
+        versions, source = self._host.versions, version.content
+        # Held for this work alone: if it fails, the version has no part of a copy.
+        user = versions.hold(version)
+        try:
+            residents = versions.residents()
+            known: dict[SlabId, Slab] = {}
+            for entry in source.layout.slabs:
+                replica = residents.replica_on(device, entry.slab_id)
+                if replica is not None:
+                    known[entry.slab_id] = versions.slabs.share(replica, user)
+            made = await asyncio.to_thread(replicate, source, device, known, self._host.backend)
+            for slab in known.values():
+                versions.slabs.share(slab.entry.slab_id, version.user)
+            for slab in made.new_slabs:
+                versions.slabs.add(slab, version.user)
+            version.add_copy(device, made.copy)
+        except OutOfMemory as error:
+            raise error.naming(self._host.gpus.holders(device)) from error
+        finally:
+            versions.slabs.release(user)
+        self._host.chronicle.record(
+            "version.replicated",
+            f"copied to {device} from {next(iter(version.copies))}",
+            model=self.model,
+            version=version.ref.version,
+            device=device,
+            bytes=made.nbytes,
+            seconds=made.copy_s,
+        )
+        return made.copy
+
+    @property
+    def lacks_copies(self) -> bool:
+        """Whether a device of the model has no copy of what is active or retained."""
+        versions = (version for version in (self.active, self.retained) if version is not None)
+        return any(not version.copies.keys() >= set(self.devices) for version in versions)
+
+    async def complete_copies(self) -> None:
+        """Give what is active and what is retained the copies that they lack on the model's devices."""
+        async with self.slots_in_hand:
+            for version in (self.active, self.retained):
+                for device in self.devices:
+                    if version is None or device in version.copies:
+                        continue
+                    try:
+                        await self.copy_on(device, version)
+                    except ChangeoverError as error:
+                        self._host.chronicle.record(
+                            "version.not_replicated",
+                            error.message,
+                            model=self.model,
+                            version=version.ref.version,
+                            device=device,
+                        )
 
     # --- after a restart -------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from loaderd.journal import Committed
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent
 from loaderd.versions import Version
-from shared.errors import ChangeoverError, ProtocolError, UnknownVersion
+from shared.errors import ChangeoverError, PeerGone, ProtocolError, UnknownVersion
 from shared.handoff import Prepared
 from shared.ids import Epoch, VersionTag
 
@@ -46,10 +46,13 @@ class Reconciliation:
         return self._lost_to(lease) is not None or self._is_behind(lease)
 
     def _lost_to(self, lease: Lease) -> VersionTag | None:
-        """What should be active, is not resident here, and can be taken back from this inferd."""
-        if self._deployment.active is not None:
-            return None
-        wanted = self._recollected.tag if self._recollected is not None else lease.serving
+        """What should be active, has no copy on the inferd's device, and can be taken back from it."""
+        active = self._deployment.active
+        wanted: VersionTag | None
+        if active is not None:
+            wanted = active.tag if lease.device not in active.copies else None
+        else:
+            wanted = self._recollected.tag if self._recollected is not None else lease.serving
         return wanted if wanted is not None and lease.holds(wanted) else None
 
     def _is_behind(self, lease: Lease) -> bool:
@@ -106,7 +109,8 @@ class Reconciliation:
                 deployment.commit_found(active, Epoch(lease.epoch + 1))
             done: Prepared | None = None
             if not lease.has_prepared(active.tag):
-                done = await lease.prepare(active.memory, config.prepare_timeout_s, config.drain_timeout_s)
+                copy = await deployment.copy_on(lease.device, active)
+                done = await lease.prepare(copy, config.prepare_timeout_s, config.drain_timeout_s)
             await lease.commit(active.tag, deployment.epoch, config.commit_timeout_s)
             self._host.chronicle.record(
                 "inferd.reconciled",
@@ -134,14 +138,19 @@ class Reconciliation:
     async def recover(self, grace_s: float) -> None:
         """Wait for an inferd that still maps the active version, else load it again from its folder.
 
-        Operations wait meanwhile.
+        Operations wait meanwhile.  A device whose inferds have not handed their copy back by the end of
+        the grace gets one from another device.
         """
+        graced = asyncio.get_running_loop().time() + grace_s
         async with self._deployment.one_operation:
             try:
-                async with asyncio.timeout(grace_s):
+                async with asyncio.timeout_at(graced):
                     await self._is_found.wait()
             except TimeoutError:
                 await self._restore()
+        if self._deployment.active is not None and self._deployment.lacks_copies:
+            await asyncio.sleep(graced - asyncio.get_running_loop().time())
+            await self._deployment.complete_copies()
 
     async def _restore(self) -> None:
         committed = self._recollected
@@ -166,10 +175,13 @@ class Reconciliation:
             await self._deployment.restore(opened, committed.tag.digest)
 
     async def _adopt_what_is_lost(self, lease: Lease) -> None:
-        """Take memory back as long as nothing is active: from then on what is unknown is stale."""
+        """Take memory back as long as nothing is active: from then on what is unknown is stale.  Of what is
+        active, take the copy on the inferd's device if there is none yet."""
         deployment, recollected = self._deployment, self._recollected
         wanted = self._lost_to(lease)
-        if wanted is not None:
+        if wanted is not None and deployment.active is not None:
+            await self._adopt_copy(lease, deployment.active)
+        elif wanted is not None:
             active = await self._adopt(lease, wanted)
             self._host.versions.advance(active, VersionEvent.CONFIRM, "it serves")
             if recollected is None:
@@ -181,6 +193,9 @@ class Reconciliation:
     async def _adopt_way_back(self, lease: Lease) -> None:
         """Take back what was retained, from whichever inferd still has it, unless a push came since."""
         deployment, recollected = self._deployment, self._recollected
+        retained = deployment.retained
+        if retained is not None and lease.device not in retained.copies and lease.holds(retained.tag):
+            await self._adopt_copy(lease, retained)
         if recollected is None or deployment.active is None or deployment.retained is not None:
             return
         before = recollected.previous
@@ -200,11 +215,48 @@ class Reconciliation:
         versions = self._host.versions
         version = versions.new(tag.ref)
         try:
-            version.resident = await take_back(lease, tag, self._host.backend, versions.slabs, version.user)
-            version.config = read_config(version.resident.assets)
+            copy = await take_back(lease, tag, self._host.backend, versions.slabs, version.user)
+            version.add_copy(lease.device, copy)
+            version.config = read_config(copy.assets)
             versions.advance(version, VersionEvent.ADOPT, f"handed back by inferd {lease.name}")
         except BaseException as error:
             versions.advance(version, VersionEvent.FAIL, cause_of(error))
             self._deployment.collect()
             raise
         return version
+
+    async def _adopt_copy(self, lease: Lease, version: Version) -> None:
+        """The copy on an inferd's device of a version that is resident on another; where what comes back is
+        of no use, it is made from the other."""
+        versions = self._host.versions
+        user = versions.new_user()
+        try:
+            copy = await take_back(lease, version.tag, self._host.backend, versions.slabs, user)
+            if not copy.is_copy_of(version.content):
+                raise ProtocolError(f"{lease.name} handed back {version.tag} laid out in another way")
+            for slab in copy.slabs:
+                versions.slabs.share(slab.entry.slab_id, version.user)
+            version.add_copy(lease.device, copy)
+        except PeerGone:
+            raise
+        except ChangeoverError as error:
+            self._host.chronicle.record(
+                "inferd.not_adopted",
+                error.message,
+                model=version.ref.model,
+                version=version.ref.version,
+                inferd=lease.name,
+                device=lease.device,
+            )
+            await self._deployment.copy_on(lease.device, version)
+        else:
+            self._host.chronicle.record(
+                "version.copy_adopted",
+                f"handed back by inferd {lease.name}",
+                model=version.ref.model,
+                version=version.ref.version,
+                inferd=lease.name,
+                device=lease.device,
+            )
+        finally:
+            versions.slabs.release(user)

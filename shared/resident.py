@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,9 +29,19 @@ class ResidentVersion:
     slabs: tuple[Slab, ...]  # in the order of layout.slabs
     assets: Mapping[str, bytes]
 
+    def is_copy_of(self, other: ResidentVersion) -> bool:
+        """Whether it is the same version, laid out alike, so that slabs at one index have the same bytes."""
+        sizes = [slab.nbytes for slab in self.layout.slabs]
+        return (
+            self.tag == other.tag
+            and self.layout.tensors == other.layout.tensors
+            and sizes == [slab.nbytes for slab in other.layout.slabs]
+        )
+
 
 def content_digest(layout: Layout, assets: Mapping[str, bytes]) -> Digest:
-    """The version digest that the layout's tensor digests and the asset files amount to."""
+    """The version digest that the layout's tensor digests and the asset files amount to; where the tensors
+    lie, on which device and in which slabs, is no part of it."""
     return version_digest(
         ((t.name, t.dtype, t.shape, t.digest) for t in layout.tensors),
         {name: file_digest(data) for name, data in assets.items()},
@@ -64,24 +74,22 @@ def resident_leaves(batch: Sequence[Place], slabs: Sequence[Slab]) -> list[bytes
     return slabs[batch[0][0]].sha256_leaves_of(ranges, LEAF_BYTES)
 
 
-def damaged_tensors(
-    version: ResidentVersion, on_verified: Callable[[int], None] = lambda nbytes: None
-) -> tuple[str, ...]:
+def damaged_tensors(version: ResidentVersion, slabs: Collection[int] | None = None) -> tuple[str, ...]:
     """Names of tensors whose resident bytes are not those of the layout table.
 
-    Hashes every distinct place once; `on_verified` gets the bytes of each, on a worker's thread.
-    Blocking: about 1 s per 2.5 GB and thread on the host.
+    Hashes every distinct place once, of all slabs or of those with these indices.  Blocking:
+    about 1 s per 2.5 GB and thread on the host.
     """
     places: dict[Place, list[TensorEntry]] = {}
     for tensor in version.layout.tensors:
-        places.setdefault((tensor.slab, tensor.offset_bytes, tensor.nbytes), []).append(tensor)
+        if slabs is None or tensor.slab in slabs or not tensor.nbytes:
+            places.setdefault((tensor.slab, tensor.offset_bytes, tensor.nbytes), []).append(tensor)
 
     def check(batch: list[Place]) -> list[str]:
         damaged: list[str] = []
         for place, leaves in zip(batch, resident_leaves(batch, version.slabs), strict=True):
             found = tensor_digest(leaves)
             damaged += [tensor.name for tensor in places[place] if tensor.digest != found]
-            on_verified(place[2])
         return damaged
 
     batches = hash_batches((place for place in places if place[2]), version.slabs)

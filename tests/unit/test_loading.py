@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
-from loaderd.placement import PlacementRules, Residents, place
+from loaderd.placement import PlacementRules, place
+from loaderd.residents import Residents
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
 from shared.errors import CheckpointError, DigestMismatch, DriverError, OutOfMemory, Superseded

@@ -64,7 +64,9 @@ class FakeMemory:
     def take(self, device: DeviceId, nbytes: int) -> SlabEntry:
         free = self.free_bytes(device)
         if nbytes > free:
-            raise OutOfMemory(what=f"a fake slab on {device}", needed_bytes=nbytes, free_bytes=free)
+            raise OutOfMemory(
+                what=f"a fake slab on {device}", needed_bytes=nbytes, free_bytes=free, device=device
+            )
         self.used[device] += nbytes
         entry = SlabEntry(SlabId(f"fake-{next(self._ids)}"), device, nbytes)
         self.owners[entry.slab_id] = 1
@@ -204,8 +206,12 @@ class FakeWritableSlab:
         self._data[offset_bytes : offset_bytes + nbytes] = data
         return zlib.crc32(data)
 
-    def copy_from(self, data: bytearray) -> None:
+    def copy_from(self, slab: Slab) -> None:
         self._check_open("copied into")
+        self._backend.count("replicate")
+        data = self._backend.sealed_bytes(slab)
+        if len(data) != len(self._data):
+            raise InvariantError(f"{len(data)} bytes are copied into {len(self._data)}")
         self._data[:] = data
 
     def seal(self) -> FakeSlab:
@@ -292,8 +298,7 @@ class FakeBackend:
 
     def replicate(self, slab: Slab, device: DeviceId) -> FakeSlab:
         with self.create_slab(device, slab.entry.nbytes) as replica:
-            self.count("replicate")
-            replica.copy_from(self._bytes_of(slab))
+            replica.copy_from(slab)
             return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> FakeSlab:
@@ -312,7 +317,7 @@ class FakeBackend:
         self.memory.share(slab_id)
         return FakeSlab(self, entry)
 
-    def _bytes_of(self, slab: Slab) -> bytearray:
+    def sealed_bytes(self, slab: Slab) -> bytearray:
         slab.borrow_fd()  # raises where it is closed
         return self.memory.sealed[slab.entry.slab_id]
 
