@@ -21,6 +21,7 @@ from loaderd.authorisation import Group, Policy
 from loaderd.chronicle import Chronicle
 from loaderd.config import LoaderdConfig
 from loaderd.control_server import ControlServer
+from loaderd.copies import Copies
 from loaderd.deployment import Deployment, Host
 from loaderd.event_socket import EventSocket
 from loaderd.gpu_watch import GpuWatch
@@ -110,6 +111,7 @@ class Loaderd:
             chronicle,
             Operations(chronicle),
             versions,
+            Copies(versions, self._backend, self.gpus, chronicle),
             planner,
             self._backend,
             devices,

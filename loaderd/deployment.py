@@ -11,17 +11,16 @@ from typing import Any
 from loaderd.chronicle import Chronicle
 from loaderd.compatibility import compare_assets, is_tokenizer_file
 from loaderd.config import ModelConfig
+from loaderd.copies import Copies
 from loaderd.gpu_watch import GpuWatch
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
-from loaderd.loading import LoadProgress
+from loaderd.load_request import LoadProgress, LoadRequest
+from loaderd.loading import Loaded, load_and_verify
 from loaderd.model_devices import ModelDevices
 from loaderd.operations import Kind, Operation, Operations
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
-from loaderd.replication import CopiesRequest, LoadedCopies, load_copies, replicate
-from loaderd.residents import ResidentSlab
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
-from loaderd.slab_table import UserId
 from loaderd.versions import Version, VersionTable
 from shared.control import ModelReport
 from shared.errors import (
@@ -32,10 +31,9 @@ from shared.errors import (
     PlanRefused,
     UnknownVersion,
 )
-from shared.ids import DeviceId, Digest, Epoch, LeaseId, SlabId, VersionRef, VersionTag
-from shared.memory.backend import MemoryBackend, Slab
+from shared.ids import DeviceId, Digest, Epoch, LeaseId, VersionRef, VersionTag
+from shared.memory.backend import MemoryBackend
 from shared.messages import InFlight, Tag
-from shared.resident import ResidentVersion
 
 PROGRESS_EVERY_S = 0.2
 
@@ -49,6 +47,7 @@ class Host:
     chronicle: Chronicle
     operations: Operations
     versions: VersionTable
+    copies: Copies
     planner: Planner
     backend: MemoryBackend
     devices: ModelDevices
@@ -132,11 +131,14 @@ class Deployment:
             operation.warnings.extend(plan.warnings)
             versions.advance(version, VersionEvent.PLAN, "the plan is hot", operation.id)
             # At once: what is on its way out may be gone after the first wait.
-            shared = tuple(self._share(slab, version.user, sources) for slab in plan.shared_slabs)
+            shared = tuple(
+                self._host.copies.share(slab, self.devices, version.user, sources)
+                for slab in plan.shared_slabs
+            )
             if plan.sweep_first:
                 await self._sweep_retained(f"its memory is needed for {operation.ref}")
             versions.advance(version, VersionEvent.LOAD, "allocating and reading", operation.id)
-            request = CopiesRequest(
+            request = LoadRequest(
                 ref=operation.ref,
                 checkpoint=opened.checkpoint,
                 seal=opened.seal,
@@ -168,24 +170,14 @@ class Deployment:
             versions.slabs.release(sources)
         return version
 
-    def _share(self, slab: ResidentSlab, user: UserId, sources: UserId) -> dict[DeviceId, Slab]:
-        """Count one more user of the replicas on this model's devices.  Where none is there, one of another
-        device is held for `sources`, to be copied from."""
-        slabs = self._host.versions.slabs
-        here = [device for device in self.devices if device in slab.replicas]
-        if here:
-            return {device: slabs.share(slab.replicas[device].slab_id, user) for device in here}
-        device, replica = next(iter(slab.replicas.items()))
-        return {device: slabs.share(replica.slab_id, sources)}
-
-    async def _load_with_progress(self, operation: Operation, request: CopiesRequest) -> LoadedCopies:
+    async def _load_with_progress(self, operation: Operation, request: LoadRequest) -> Loaded:
         progress = LoadProgress()
         operation.bytes_total = request.placement.bytes_to_read
         operation.check_not_superseded()
         self._cancel_load = threading.Event()
         self._host.operations.enter(operation, "loading")
         work = asyncio.ensure_future(
-            asyncio.to_thread(load_copies, request, self._host.backend, progress, self._cancel_load)
+            asyncio.to_thread(load_and_verify, request, self._host.backend, progress, self._cancel_load)
         )
         try:
             while not work.done():
@@ -278,7 +270,7 @@ class Deployment:
         self._host.operations.enter(operation, "preparing")
         for lease in tuple(self.leases().values()):
             if not lease.has_prepared(version.tag):
-                await self.copy_on(lease.device, version)
+                await self._host.copies.on(lease.device, version)
         versions = self._host.versions
         versions.advance(version, VersionEvent.PREPARE, operation.kind, operation.id)
         epoch = Epoch(self.epoch + 1)
@@ -361,7 +353,7 @@ class Deployment:
         if retained is None or lease.has_prepared(retained.tag):
             return
         try:
-            copy = await self.copy_on(lease.device, retained)
+            copy = await self._host.copies.on(lease.device, retained)
             await lease.prepare(copy, self.config.prepare_timeout_s, self.config.drain_timeout_s)
         except ChangeoverError as error:
             self._host.chronicle.record(
@@ -371,68 +363,6 @@ class Deployment:
                 version=retained.ref.version,
                 inferd=lease.name,
             )
-
-    # --- copies ----------------------------------------------------------------------------------
-
-    async def copy_on(self, device: DeviceId, version: Version) -> ResidentVersion:
-        """The version's copy on a device, made from another copy if it is missing; the caller holds
-        `slots_in_hand`.  Raises OutOfMemory with who holds memory, DriverError, DigestMismatch."""
-        if device in version.copies:
-            return version.copies[device]
-        versions, source = self._host.versions, version.content
-        # Held for this work alone: if it fails, the version has no part of a copy.
-        user = versions.hold(version)
-        try:
-            residents = versions.residents()
-            known: dict[SlabId, Slab] = {}
-            for entry in source.layout.slabs:
-                replica = residents.replica_on(device, entry.slab_id)
-                if replica is not None:
-                    known[entry.slab_id] = versions.slabs.share(replica, user)
-            made = await asyncio.to_thread(replicate, source, device, known, self._host.backend)
-            for slab in known.values():
-                versions.slabs.share(slab.entry.slab_id, version.user)
-            for slab in made.new_slabs:
-                versions.slabs.add(slab, version.user)
-            version.add_copy(device, made.copy)
-        except OutOfMemory as error:
-            raise error.naming(self._host.gpus.holders(device)) from error
-        finally:
-            versions.slabs.release(user)
-        self._host.chronicle.record(
-            "version.replicated",
-            f"copied to {device} from {next(iter(version.copies))}",
-            model=self.model,
-            version=version.ref.version,
-            device=device,
-            bytes=made.nbytes,
-            seconds=made.copy_s,
-        )
-        return made.copy
-
-    @property
-    def lacks_copies(self) -> bool:
-        """Whether a device of the model has no copy of what is active or retained."""
-        versions = (version for version in (self.active, self.retained) if version is not None)
-        return any(not version.copies.keys() >= set(self.devices) for version in versions)
-
-    async def complete_copies(self) -> None:
-        """Give what is active and what is retained the copies that they lack on the model's devices."""
-        async with self.slots_in_hand:
-            for version in (self.active, self.retained):
-                for device in self.devices:
-                    if version is None or device in version.copies:
-                        continue
-                    try:
-                        await self.copy_on(device, version)
-                    except ChangeoverError as error:
-                        self._host.chronicle.record(
-                            "version.not_replicated",
-                            error.message,
-                            model=self.model,
-                            version=version.ref.version,
-                            device=device,
-                        )
 
     # --- after a restart -------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from loaderd.journal import Committed
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent
 from loaderd.versions import Version
-from shared.errors import ChangeoverError, PeerGone, ProtocolError, UnknownVersion
+from shared.errors import ChangeoverError, ProtocolError, UnknownVersion
 from shared.handoff import Prepared
 from shared.ids import Epoch, VersionTag
 
@@ -109,7 +109,7 @@ class Reconciliation:
                 deployment.commit_found(active, Epoch(lease.epoch + 1))
             done: Prepared | None = None
             if not lease.has_prepared(active.tag):
-                copy = await deployment.copy_on(lease.device, active)
+                copy = await self._host.copies.on(lease.device, active)
                 done = await lease.prepare(copy, config.prepare_timeout_s, config.drain_timeout_s)
             await lease.commit(active.tag, deployment.epoch, config.commit_timeout_s)
             self._host.chronicle.record(
@@ -148,9 +148,19 @@ class Reconciliation:
                     await self._is_found.wait()
             except TimeoutError:
                 await self._restore()
-        if self._deployment.active is not None and self._deployment.lacks_copies:
+        if self._lacks_copies():
             await asyncio.sleep(graced - asyncio.get_running_loop().time())
-            await self._deployment.complete_copies()
+            async with self._deployment.slots_in_hand:
+                for version in self._resident():
+                    await self._host.copies.complete(version, self._deployment.devices)
+
+    def _lacks_copies(self) -> bool:
+        return any(version.copies.keys() < set(self._deployment.devices) for version in self._resident())
+
+    def _resident(self) -> list[Version]:
+        """What is active and what is retained, as far as there is any."""
+        versions = (self._deployment.active, self._deployment.retained)
+        return [version for version in versions if version is not None]
 
     async def _restore(self) -> None:
         committed = self._recollected
@@ -180,7 +190,7 @@ class Reconciliation:
         deployment, recollected = self._deployment, self._recollected
         wanted = self._lost_to(lease)
         if wanted is not None and deployment.active is not None:
-            await self._adopt_copy(lease, deployment.active)
+            await self._host.copies.adopt(lease, deployment.active)
         elif wanted is not None:
             active = await self._adopt(lease, wanted)
             self._host.versions.advance(active, VersionEvent.CONFIRM, "it serves")
@@ -195,7 +205,7 @@ class Reconciliation:
         deployment, recollected = self._deployment, self._recollected
         retained = deployment.retained
         if retained is not None and lease.device not in retained.copies and lease.holds(retained.tag):
-            await self._adopt_copy(lease, retained)
+            await self._host.copies.adopt(lease, retained)
         if recollected is None or deployment.active is None or deployment.retained is not None:
             return
         before = recollected.previous
@@ -224,39 +234,3 @@ class Reconciliation:
             self._deployment.collect()
             raise
         return version
-
-    async def _adopt_copy(self, lease: Lease, version: Version) -> None:
-        """The copy on an inferd's device of a version that is resident on another; where what comes back is
-        of no use, it is made from the other."""
-        versions = self._host.versions
-        user = versions.new_user()
-        try:
-            copy = await take_back(lease, version.tag, self._host.backend, versions.slabs, user)
-            if not copy.is_copy_of(version.content):
-                raise ProtocolError(f"{lease.name} handed back {version.tag} laid out in another way")
-            for slab in copy.slabs:
-                versions.slabs.share(slab.entry.slab_id, version.user)
-            version.add_copy(lease.device, copy)
-        except PeerGone:
-            raise
-        except ChangeoverError as error:
-            self._host.chronicle.record(
-                "inferd.not_adopted",
-                error.message,
-                model=version.ref.model,
-                version=version.ref.version,
-                inferd=lease.name,
-                device=lease.device,
-            )
-            await self._deployment.copy_on(lease.device, version)
-        else:
-            self._host.chronicle.record(
-                "version.copy_adopted",
-                f"handed back by inferd {lease.name}",
-                model=version.ref.model,
-                version=version.ref.version,
-                inferd=lease.name,
-                device=lease.device,
-            )
-        finally:
-            versions.slabs.release(user)

@@ -1,5 +1,4 @@
-"""Copies of a version on several devices: read once, copied from device to device, and hashed where each
-copy lies.
+"""Slabs made from those of another device: copied device to device, and hashed where they lie then.
 
 Runs on worker threads; nothing here touches the daemon's state.
 """
@@ -8,20 +7,69 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from loaderd.checkpoint.checkpoint import Checkpoint
-from loaderd.loading import LoadProgress, LoadRequest, load_and_verify
-from loaderd.placement import Placement
-from loaderd.seal.document import Seal
-from shared.digest import LEAF_BYTES, tensor_digest
-from shared.errors import DigestMismatch, InvariantError
-from shared.ids import DeviceId, SlabId, VersionRef
+from shared.errors import DigestMismatch
+from shared.ids import DeviceId, SlabId
 from shared.memory.backend import MemoryBackend, Slab
 from shared.resident import ResidentVersion, damaged_tensors
+
+SlabPlace = tuple[int, DeviceId]
+"""The index of a slab in a version's layout, and the device of the copy that it belongs to."""
+
+
+class Replicas:
+    """The slabs of one version that are made from those of other devices.
+
+    Owns them: what is still open when `undo` unwinds is closed.  `make` may run on several threads."""
+
+    def __init__(self, backend: MemoryBackend, sizes: Mapping[SlabPlace, int], undo: ExitStack) -> None:
+        """Allocates all, so that what does not fit is known before anything is copied.  Blocking; raises
+        OutOfMemory."""
+        self._undo = undo
+        self._writable = {
+            (index, device): undo.enter_context(backend.create_slab(device, nbytes))
+            for (index, device), nbytes in sizes.items()
+        }
+        self._lock = threading.Lock()  # of all that follows, and of undo
+        self._under_way = 0
+        self._since = 0.0
+        self.made: dict[SlabPlace, Slab] = {}
+        self.copy_s = 0.0  # while one copy at least was under way
+        self.nbytes = 0  # copied
+
+    def devices(self, index: int) -> tuple[DeviceId, ...]:
+        """The devices that a slab is to be copied to."""
+        return tuple(device for each, device in self._writable if each == index)
+
+    def make(self, index: int, device: DeviceId, source: Slab) -> Slab:
+        """Copy a sealed slab to a device and seal the copy; nothing is verified yet.  Blocking, without the
+        GIL.  Raises DriverError."""
+        target = self._writable[index, device]
+        with self._timed():
+            target.copy_from(source)
+        slab = target.seal()
+        with self._lock:
+            self._undo.enter_context(slab)
+            self.made[index, device] = slab
+            self.nbytes += slab.entry.nbytes
+        return slab
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        with self._lock:
+            if self._under_way == 0:
+                self._since = time.perf_counter()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                if self._under_way == 0:
+                    self.copy_s += time.perf_counter() - self._since
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +78,7 @@ class Replicated:
 
     copy: ResidentVersion
     new_slabs: tuple[Slab, ...]
-    copy_s: float  # of device to device copies alone
+    copy_s: float
 
     @property
     def nbytes(self) -> int:
@@ -48,144 +96,24 @@ def replicate(
     DigestMismatch with tensor and device.
     """
     with ExitStack() as undo:
-        lacking = [slab for slab in source.slabs if slab.entry.slab_id not in known]
-        # All before the first is filled: what does not fit is known at once.
-        writable = [undo.enter_context(backend.create_slab(device, slab.entry.nbytes)) for slab in lacking]
-        started = time.perf_counter()
-        made: dict[SlabId, Slab] = {}
-        for slab, target in zip(lacking, writable, strict=True):
-            target.copy_from(slab)
-            made[slab.entry.slab_id] = undo.enter_context(target.seal())
-        copied = time.perf_counter()
-        slabs = tuple(made.get(s.entry.slab_id) or known[s.entry.slab_id] for s in source.slabs)
+        lacking = {index: slab for index, slab in enumerate(source.slabs) if slab.entry.slab_id not in known}
+        sizes = {(index, device): slab.entry.nbytes for index, slab in lacking.items()}
+        replicas = Replicas(backend, sizes, undo)
+        new = {index: replicas.make(index, device, slab) for index, slab in lacking.items()}
+        slabs = tuple(
+            new[index] if index in new else known[slab.entry.slab_id]
+            for index, slab in enumerate(source.slabs)
+        )
         layout = replace(source.layout, slabs=tuple(slab.entry for slab in slabs))
         copy = ResidentVersion(source.tag, layout, slabs, source.assets)
-        fresh = frozenset(index for index, slab in enumerate(source.slabs) if slab.entry.slab_id in made)
-        damaged = damaged_tensors(copy, fresh)
+        # The others were hashed when they came to the device.
+        tensors = tuple(tensor for tensor in layout.tensors if tensor.slab in new and tensor.nbytes)
+        damaged = damaged_tensors(replace(copy, layout=replace(layout, tensors=tensors)))
         if damaged:
-            raise _damaged(source.tag.ref, damaged[0], device)
+            raise DigestMismatch(
+                f"the copy on {device} is not what it was made from: damaged on the way",
+                file=str(source.tag.ref),
+                tensor=damaged[0],
+            )
         undo.pop_all()
-    return Replicated(copy, tuple(made.values()), copied - started)
-
-
-def _damaged(ref: VersionRef, tensor: str, device: DeviceId) -> DigestMismatch:
-    return DigestMismatch(
-        f"the copy on {device} is not what it was made from: damaged on the way", file=str(ref), tensor=tensor
-    )
-
-
-# --- loading to several devices ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CopiesRequest:
-    """What to load and where; the checkpoint and the shared slabs stay the caller's."""
-
-    ref: VersionRef
-    checkpoint: Checkpoint
-    seal: Seal | None
-    placement: Placement
-    shared: tuple[Mapping[DeviceId, Slab], ...]  # replicas, wherever they are, of each placement.shared_slabs
-    devices: tuple[DeviceId, ...]  # files are read into the first
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedCopies:
-    """A verified version on each device; the caller owns `new_slabs`, the copies borrow the others too."""
-
-    copies: Mapping[DeviceId, ResidentVersion]
-    new_slabs: tuple[Slab, ...]
-    load_s: float
-    verify_s: float
-    bytes_replicated: int
-    replicate_s: float
-
-
-def load_copies(
-    request: CopiesRequest, backend: MemoryBackend, progress: LoadProgress, cancelled: threading.Event
-) -> LoadedCopies:
-    """Load and verify on the first device, each byte read once, and replicate to the others.
-
-    Blocking.  On any error nothing stays allocated on any device.  Raises what `load_and_verify` and
-    `replicate` raise.
-    """
-    first, *others = request.devices
-    with ExitStack() as undo:
-        brought = _bring_shared(request, first, backend)
-        for slab in brought.values():
-            undo.callback(slab.close)
-        shared = tuple(brought.get(index) or replicas[first] for index, replicas in enumerate(request.shared))
-        load = LoadRequest(
-            request.ref, request.checkpoint, request.seal, request.placement, shared, device=first
-        )
-        loaded = load_and_verify(load, backend, progress, cancelled)
-        for slab in loaded.new_slabs:
-            undo.callback(slab.close)
-        made = _replicate_to(others, loaded.version, shared, request.shared, backend)
-        undo.pop_all()
-    copies = {first: loaded.version, **{device: each.copy for device, each in made.items()}}
-    new_slabs = (
-        *brought.values(),
-        *loaded.new_slabs,
-        *(slab for each in made.values() for slab in each.new_slabs),
-    )
-    return LoadedCopies(
-        copies,
-        new_slabs,
-        loaded.load_s,
-        loaded.verify_s,
-        sum(slab.entry.nbytes for slab in brought.values()) + sum(each.nbytes for each in made.values()),
-        max((each.copy_s for each in made.values()), default=0.0),
-    )
-
-
-def _replicate_to(
-    devices: Sequence[DeviceId],
-    version: ResidentVersion,
-    shared_here: Sequence[Slab],
-    shared: Sequence[Mapping[DeviceId, Slab]],
-    backend: MemoryBackend,
-) -> dict[DeviceId, Replicated]:
-    """A copy on each device, made side by side; where one fails, none stays."""
-    if not devices:
-        return {}
-
-    def work(device: DeviceId) -> Replicated:
-        known = {
-            here.entry.slab_id: replicas[device]
-            for here, replicas in zip(shared_here, shared, strict=True)
-            if device in replicas
-        }
-        return replicate(version, device, known, backend)
-
-    with ThreadPoolExecutor(len(devices), thread_name_prefix="replicate") as workers:
-        futures = {device: workers.submit(work, device) for device in devices}
-    errors = [error for error in (future.exception() for future in futures.values()) if error is not None]
-    if errors:
-        for future in futures.values():
-            if future.exception() is None:
-                for slab in future.result().new_slabs:
-                    slab.close()
-        raise errors[0]
-    return {device: future.result() for device, future in futures.items()}
-
-
-def _bring_shared(request: CopiesRequest, device: DeviceId, backend: MemoryBackend) -> dict[int, Slab]:
-    """Replicas of the shared slabs that a device lacks, by index, each from a device that has it, and the
-    tensors that are shared in them hashed there."""
-    with ExitStack() as undo:
-        brought: dict[int, Slab] = {}
-        for index, replicas in enumerate(request.shared):
-            if device not in replicas:
-                brought[index] = undo.enter_context(backend.replicate(next(iter(replicas.values())), device))
-        for tensor in request.placement.shared:
-            slab = brought.get(request.placement.shared_slabs.index(tensor.slab_id))
-            if slab is None:
-                continue
-            if request.seal is None:
-                raise InvariantError(f"{tensor.tensor} is shared by a digest that no seal gives")
-            leaves = slab.sha256_leaves(tensor.offset_bytes, tensor.nbytes, LEAF_BYTES)
-            if tensor_digest(leaves) != request.seal.tensors[tensor.tensor].digest:
-                raise _damaged(request.ref, tensor.tensor, device)
-        undo.pop_all()
-    return brought
+    return Replicated(copy, tuple(new.values()), replicas.copy_s)
