@@ -132,6 +132,7 @@ class LoaderdLink:
                             attempt = 0
                     finally:
                         channel.close()
+                    _check_not_cancelled()
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
 
@@ -355,6 +356,14 @@ class LoaderdLink:
             # Whoever waits for the answer must not wait for ever, and this inferd serves on.
             log.info("answer.undelivered", kind=message.kind, error=error.message)
             channel.close()
+
+
+def _check_not_cancelled() -> None:
+    """Raise CancelledError where this task was cancelled and has not noticed: a TaskGroup that ends with an
+    error of its own keeps a cancellation that comes meanwhile to itself (before Python 3.13)."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _check_peer(channel: SeqpacketChannel, run_dir: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ class FakeMemory:
     sealed: dict[SlabId, bytearray] = field(default_factory=dict)
     entries: dict[SlabId, SlabEntry] = field(default_factory=dict)
     owners: Counter[SlabId] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # loads use it from many threads
     _ids: count[int] = field(default_factory=count)
 
     @property
@@ -67,22 +69,25 @@ class FakeMemory:
             raise OutOfMemory(
                 what=f"a fake slab on {device}", needed_bytes=nbytes, free_bytes=free, device=device
             )
-        self.used[device] += nbytes
         entry = SlabEntry(SlabId(f"fake-{next(self._ids)}"), device, nbytes)
+        with self.lock:
+            self.used[device] += nbytes
         self.owners[entry.slab_id] = 1
         self.entries[entry.slab_id] = entry
         return entry
 
     def share(self, slab_id: SlabId) -> None:
-        self.owners[slab_id] += 1
+        with self.lock:
+            self.owners[slab_id] += 1
 
     def give_back(self, slab_id: SlabId) -> None:
-        self.owners[slab_id] -= 1
-        if self.owners[slab_id] == 0:
-            del self.owners[slab_id]
-            self.sealed.pop(slab_id, None)
-            entry = self.entries.pop(slab_id)
-            self.used[entry.device] -= entry.nbytes
+        with self.lock:
+            self.owners[slab_id] -= 1
+            if self.owners[slab_id] == 0:
+                del self.owners[slab_id]
+                self.sealed.pop(slab_id, None)
+                entry = self.entries.pop(slab_id)
+                self.used[entry.device] -= entry.nbytes
 
 
 class FakeSlab:
@@ -204,6 +209,8 @@ class FakeWritableSlab:
         if len(data) < nbytes:
             raise DriverError("pread", 0, f"the file ends at byte {file_offset + len(data)}")
         self._data[offset_bytes : offset_bytes + nbytes] = data
+        with self._backend.memory.lock:
+            self._backend.read_bytes += nbytes
         return zlib.crc32(data)
 
     def copy_from(self, slab: Slab) -> None:
@@ -256,6 +263,7 @@ class FakeBackend:
         self.calls: Counter[Operation] = Counter()
         self.before_read: Callable[[SlabId], None] | None = None
         self.batch_bytes = 0
+        self.read_bytes = 0  # from files
         self._failures: dict[tuple[Operation, int], ChangeoverError] = {}
 
     @property
@@ -268,8 +276,9 @@ class FakeBackend:
 
     def count(self, operation: Operation) -> None:
         """Note a call, and raise where it was told to fail."""
-        self.calls[operation] += 1
-        error = self._failures.pop((operation, self.calls[operation]), None)
+        with self.memory.lock:
+            self.calls[operation] += 1
+            error = self._failures.pop((operation, self.calls[operation]), None)
         if error is not None:
             raise error
 
