@@ -29,6 +29,7 @@ from shared.handoff import (
     Announce,
     Commit,
     Committed,
+    Damaged,
     Failed,
     FromInferd,
     FromLoaderd,
@@ -46,7 +47,7 @@ from shared.handoff import (
     SlabBatch,
     Welcome,
 )
-from shared.ids import Epoch, VersionTag
+from shared.ids import DeviceId, Epoch, SlabId, VersionTag
 from shared.memory.backend import MemoryBackend
 from shared.messages import InFlight, Tag, WireError
 from shared.transfer import IncomingVersion, slab_batches, table_fds
@@ -67,6 +68,7 @@ class Identity:
 
     name: str
     model: str
+    device: DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class LoaderdLink:
                             attempt = 0
                     finally:
                         channel.close()
+                    _check_not_cancelled()
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
 
@@ -177,7 +180,7 @@ class LoaderdLink:
             name=self._identity.name,
             model=self._identity.model,
             backend=self._backend.name,
-            devices=tuple(self._backend.devices()),
+            device=self._identity.device,
             engine=abilities.name,
             flip=str(abilities.flip),
             serves_two_versions=abilities.serves_two_versions,
@@ -231,6 +234,8 @@ class LoaderdLink:
                     self._start(channel, message.request_id, self._release(message))
                 case HandBack():
                     self._start(channel, message.request_id, self._hand_back(message, channel))
+                case Damaged():
+                    self._slots.note_damage({(SlabId(p.slab_id), p.offset_bytes) for p in message.places})
                 case Pace():
                     self._announced = announced
                     self._set_pace(message.report_every_s, message.bytes_per_s)
@@ -302,7 +307,8 @@ class LoaderdLink:
         return Released(request_id=message.request_id, tag=message.tag)
 
     async def _hand_back(self, message: HandBack, channel: SeqpacketChannel) -> None:
-        slot = self._slots.holding(message.tag.to_tag())
+        # Damaged or not: whoever takes it back hashes it.
+        slot = self._slots.holding(message.tag.to_tag()) or self._slots.releasable(message.tag.to_tag())
         version = slot.version if slot is not None else None
         if version is None:
             raise InvalidRequest(f"{message.tag.to_tag()} is not mapped here")
@@ -374,6 +380,14 @@ class LoaderdLink:
             # Whoever waits for the answer must not wait for ever, and this inferd serves on.
             log.info("answer.undelivered", kind=message.kind, error=error.message)
             channel.close()
+
+
+def _check_not_cancelled() -> None:
+    """Raise CancelledError where this task was cancelled and has not noticed: a TaskGroup that ends with an
+    error of its own keeps a cancellation that comes meanwhile to itself (before Python 3.13)."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _check_peer(channel: SeqpacketChannel, run_dir: Path) -> None:

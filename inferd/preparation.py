@@ -84,7 +84,7 @@ class Preparer:
         """
         async with self._one_at_a_time:
             self._check_open()
-            slot = self._slots.holding(tag)
+            slot = self._slots.releasable(tag)
             if slot is None:
                 return
             if slot.life.state is SlotState.SERVING:

@@ -10,7 +10,7 @@ from loaderd.checkpoint.names import CONFIG_FILE
 from loaderd.checkpoint.strict_json import parse_object
 from loaderd.leases import Lease
 from loaderd.slab_table import SlabTable, UserId
-from shared.errors import CheckpointError, ProtocolError
+from shared.errors import CheckpointError, DigestMismatch, ProtocolError
 from shared.gate import Pacer
 from shared.ids import VersionTag
 from shared.memory.backend import MemoryBackend, Slab
@@ -25,12 +25,18 @@ async def take_back(
     """Receive, map and verify a version that an inferd holds; its slabs go to the table.
 
     Every byte is hashed against the tag, which comes from the journal or is what is found to serve.
-    A slab that two versions share is mapped once.  Raises ProtocolError, DigestMismatch, PeerGone.
+    All of it must be on the inferd's device.  A slab that two versions share is mapped once.  Raises
+    ProtocolError, DigestMismatch, PeerGone.
     """
     incoming = await lease.hand_back(tag, HAND_BACK_WITHIN_S)
     mapped = await asyncio.to_thread(incoming.map, backend)
     own: list[Slab] = []
     try:
+        for entry in mapped.layout.slabs:
+            if entry.device != lease.device:
+                raise ProtocolError(
+                    f"{lease.name} is on {lease.device} and handed back a slab of {entry.device}"
+                )
         for slab in mapped.slabs:
             if slab.entry.slab_id in slabs:
                 known = slabs.share(slab.entry.slab_id, user)
@@ -46,7 +52,17 @@ async def take_back(
             slab.close()
         raise
     version = replace(mapped, slabs=tuple(own))
-    await asyncio.to_thread(check_identity, version, hash_bytes=True, pacer=pacer)
+    try:
+        await asyncio.to_thread(check_identity, version, hash_bytes=True, pacer=pacer)
+    except DigestMismatch as error:
+        places = [
+            (version.layout.slabs[tensor.slab].slab_id, tensor.offset_bytes)
+            for tensor in version.layout.tensors
+            if tensor.name == error.facts.get("tensor")
+        ]
+        if places:
+            await lease.tell_damage(places)  # it serves on with it, and must not say that it is ready
+        raise
     return version
 
 

@@ -11,11 +11,13 @@ from typing import Any
 from loaderd.chronicle import Chronicle
 from loaderd.compatibility import compare_assets, is_tokenizer_file
 from loaderd.config import ModelConfig
+from loaderd.copies import Copies
 from loaderd.gpu_watch import GpuWatch
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import Loaded, load_and_verify
+from loaderd.model_devices import ModelDevices
 from loaderd.operations import Kind, Operation, Operations
 from loaderd.pace import Pace
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
@@ -47,9 +49,10 @@ class Host:
     chronicle: Chronicle
     operations: Operations
     versions: VersionTable
+    copies: Copies
     planner: Planner
     backend: MemoryBackend
-    device: DeviceId
+    devices: ModelDevices
     gpus: GpuWatch
     leases: Mapping[LeaseId, Lease]
     pace: Pace
@@ -64,7 +67,9 @@ class Deployment:
     """
 
     def __init__(self, model: str, config: ModelConfig, host: Host) -> None:
+        """Raises InvalidRequest where the configuration chooses no device for the model."""
         self.model = model
+        self.devices = host.devices.of(model)
         self.config = config
         self.epoch = Epoch(0)
         self.active: Version | None = None
@@ -120,16 +125,18 @@ class Deployment:
     async def _load(self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None) -> Version:
         versions = self._host.versions
         version = versions.new(operation.ref)
+        sources = versions.new_user()
         try:
             # Planned here, not when the client was answered: an operation before this one may have
             # changed what is resident.
-            plan = self._host.planner.plan(opened, self.active, self.retained)
+            plan = self._host.planner.plan(opened, self.devices, self.active, self.retained)
             check_hot(plan, opened.folder)
             operation.warnings.extend(plan.warnings)
             versions.advance(version, VersionEvent.PLAN, "the plan is hot", operation.id)
             # At once: what is on its way out may be gone after the first wait.
-            shared_slabs = tuple(
-                versions.slabs.share(slab_id, version.user) for slab_id in plan.placement.shared_slabs
+            shared = tuple(
+                self._host.copies.share(slab, self.devices, version.user, sources)
+                for slab in plan.shared_slabs
             )
             if plan.sweep_first:
                 await self._sweep_retained(f"its memory is needed for {operation.ref}")
@@ -139,22 +146,25 @@ class Deployment:
                 checkpoint=opened.checkpoint,
                 seal=opened.seal,
                 placement=plan.placement,
-                shared_slabs=shared_slabs,
-                device=self._host.device,
+                shared=shared,
+                devices=self.devices,
             )
             self._cancel_load = threading.Event()
             with self._host.pace.work(f"loading {operation.ref}", ended=self._cancel_load) as work:
                 loaded = await self._load_with_progress(operation, request, work)
             for slab in loaded.new_slabs:
                 versions.slabs.add(slab, version.user)
-            version.resident = loaded.version
+            for device, copy in loaded.copies.items():
+                version.add_copy(device, copy)
             version.config = dict(opened.checkpoint.config)
+            version.files = {source.name: source.file for source in opened.checkpoint.tensors}
             version.verified = "sealed" if opened.seal is not None else "digest"
-            operation.tag = loaded.version.tag
+            operation.tag = version.tag
             operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
-            if expected is not None and loaded.version.tag.digest != expected:
+            operation.bytes_replicated, operation.replicate_s = loaded.bytes_replicated, loaded.replicate_s
+            if expected is not None and version.tag.digest != expected:
                 raise DigestMismatch(
-                    f"the folder now holds {loaded.version.tag.digest}, {expected} was active",
+                    f"the folder now holds {version.tag.digest}, {expected} was active",
                     file=opened.folder,
                 )
             versions.advance(version, VersionEvent.VERIFY, "every resident byte is verified", operation.id)
@@ -162,6 +172,8 @@ class Deployment:
             versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
             self.collect()
             raise
+        finally:
+            versions.slabs.release(sources)
         return version
 
     async def _load_with_progress(self, operation: Operation, request: LoadRequest, pacer: Pacer) -> Loaded:
@@ -184,7 +196,7 @@ class Deployment:
             operation.check_not_superseded()
             return work.result()
         except OutOfMemory as error:
-            raise error.naming(self._host.gpus.holders(self._host.device)) from error
+            raise error.naming(self._host.gpus.holders(DeviceId(error.device))) from error
         except BaseException:
             # The thread must be out of the slabs before anyone closes them.
             self._cancel_load.set()
@@ -195,11 +207,17 @@ class Deployment:
             raise
 
     async def _is_resident_twice(self, operation: Operation, version: Version) -> bool:
-        """End a push whose content is what serves; turn one of what is retained into a rollback."""
+        """End a push whose content is what serves; turn one of what is retained into a rollback.  What is
+        damaged is no twin: the push heals it."""
         twin = next((v for v in (self.active, self.retained) if v is not None and v.tag == version.tag), None)
         if twin is None:
             return False
         versions = self._host.versions
+        if versions.damaged(twin):
+            if twin is self.retained:
+                self.retained = None
+                await self._sweep(twin, "it is damaged")
+            return False
         versions.advance(version, VersionEvent.SWEEP, "the same content is resident already", operation.id)
         self.collect()
         if twin is self.active:
@@ -215,7 +233,8 @@ class Deployment:
     def rollback(self, to: str | None, in_flight: InFlight) -> Operation:
         """Start to commit a version that is still resident.
 
-        Raises InvalidRequest if nothing is retained, UnknownVersion if `to` is not resident.
+        Raises InvalidRequest if nothing is retained, UnknownVersion if `to` is not resident, DigestMismatch
+        if it is damaged.
         """
         target = self._rollback_target(to)
         operation = self._begin("rollback", target.ref, in_flight)
@@ -230,9 +249,11 @@ class Deployment:
         if to is None:
             if self.retained is None:
                 raise InvalidRequest(f"no version of {self.model} is retained: nothing to roll back to")
+            self._check_sound(self.retained)
             return self.retained
         for version in (self.retained, self.active):
             if version is not None and to in (version.ref.version, str(version.ref), str(version.tag)):
+                self._check_sound(version)
                 return version
         raise UnknownVersion(f"{to} of {self.model} is not resident; push it instead", name=to)
 
@@ -251,7 +272,7 @@ class Deployment:
         try:
             await self._activate(operation, target)
         except BaseException as error:
-            if target.state is not VersionState.ACTIVE:
+            if target.state in _ON_ITS_WAY:
                 self._host.versions.advance(target, VersionEvent.RETAIN, cause_of(error), operation.id)
             raise
 
@@ -261,13 +282,18 @@ class Deployment:
         """Prepare on every inferd, commit, and let what was active be retained; the caller holds
         `slots_in_hand`."""
         operation.check_not_superseded()
+        self._check_sound(version)
         self._check_tokens_keep_their_meaning(operation, version)
         self._host.operations.enter(operation, "preparing")
+        for lease in tuple(self.leases().values()):
+            if not lease.has_prepared(version.tag):
+                await self._host.copies.on(lease.device, version)
         versions = self._host.versions
         versions.advance(version, VersionEvent.PREPARE, operation.kind, operation.id)
         epoch = Epoch(self.epoch + 1)
         driver = RolloutDriver(
-            version.memory,
+            version.tag,
+            version.copies,
             epoch,
             self.leases(),
             self._limits(),
@@ -297,6 +323,19 @@ class Deployment:
             out, self.retained = self.retained, before
             if out is not None:
                 await self._sweep(out, f"{before.ref} is retained instead")
+            if versions.damaged(before):
+                self.retained = None
+                await self._sweep(before, "it is damaged, and no way back")
+
+    def _check_sound(self, version: Version) -> None:
+        """Raise DigestMismatch where bytes of a version have changed since they were verified."""
+        damaged = self._host.versions.damaged(version)
+        if damaged:
+            raise DigestMismatch(
+                f"{version.tag} is damaged where it is resident ({len(damaged)} tensors); push it again",
+                file=version.files.get(damaged[0], str(version.ref)),
+                tensor=damaged[0],
+            )
 
     def _check_tokens_keep_their_meaning(self, operation: Operation, version: Version) -> None:
         """Raise PlanRefused where requests would be carried over to a version with another tokenizer."""
@@ -325,7 +364,8 @@ class Deployment:
     async def _release_everywhere(self, tag: VersionTag) -> None:
         async with asyncio.TaskGroup() as releases:
             for lease in self.leases().values():
-                if lease.holds(tag):
+                is_renewed = self.active is not None and self.active.tag == tag
+                if lease.holds_damaged(tag) if is_renewed else lease.holds(tag):
                     releases.create_task(self._release(lease, tag))
 
     async def _release(self, lease: Lease, tag: VersionTag) -> None:
@@ -342,13 +382,12 @@ class Deployment:
 
     async def prepare_retained(self, lease: Lease) -> None:
         retained = self.retained
-        if retained is None or lease.has_prepared(retained.tag):
+        if retained is None or lease.has_prepared(retained.tag) or self._host.versions.damaged(retained):
             return
         try:
             with self._host.pace.work(f"preparing {retained.ref}"):
-                await lease.prepare(
-                    retained.memory, self.config.prepare_timeout_s, self.config.drain_timeout_s
-                )
+                copy = await self._host.copies.on(lease.device, retained)
+                await lease.prepare(copy, self.config.prepare_timeout_s, self.config.drain_timeout_s)
         except ChangeoverError as error:
             self._host.chronicle.record(
                 "inferd.not_retained",

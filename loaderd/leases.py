@@ -24,6 +24,8 @@ from shared.handoff import (
     Announce,
     Commit,
     Committed,
+    Damaged,
+    DamagedPlace,
     Failed,
     FromInferd,
     FromLoaderd,
@@ -38,7 +40,7 @@ from shared.handoff import (
     Report,
     SlabBatch,
 )
-from shared.ids import Epoch, LeaseId, VersionTag
+from shared.ids import DeviceId, Epoch, LeaseId, SlabId, VersionTag
 from shared.messages import InFlight, Tag
 from shared.resident import ResidentVersion
 from shared.transfer import IncomingVersion, slab_batches, table_fds
@@ -63,6 +65,7 @@ class Lease:
         self.id = lease_id
         self.name = hello.name
         self.model = hello.model
+        self.device = DeviceId(hello.device)
         self.peer = channel.peer
         self.epoch = Epoch(hello.epoch)
         self.slots: tuple[SlotReport, ...] = tuple(
@@ -100,7 +103,19 @@ class Lease:
 
     def has_prepared(self, tag: VersionTag) -> bool:
         """Whether a commit of `tag` would be a flip, without preparing anything."""
-        return any(s.tag is not None and s.tag.to_tag() == tag and s.state in USABLE for s in self.slots)
+        return any(
+            s.tag is not None and s.tag.to_tag() == tag and s.state in USABLE and not s.is_damaged
+            for s in self.slots
+        )
+
+    def holds_damaged(self, tag: VersionTag) -> bool:
+        """Whether a slot there has `tag` and was found damaged; another may have it whole."""
+        return any(s.is_damaged and s.tag is not None and s.tag.to_tag() == tag for s in self.slots)
+
+    @property
+    def serves_damaged(self) -> bool:
+        """Whether what it serves was found damaged."""
+        return any(s.state == "serving" and s.is_damaged for s in self.slots)
 
     def holder_report(self, tag: VersionTag) -> HolderReport | None:
         """How this inferd holds `tag`, for the status; None if it does not."""
@@ -111,6 +126,7 @@ class Lease:
         return HolderReport(
             inferd=self.name,
             pid=self.peer.pid,
+            device=self.device,
             state=slot.state if slot is not None else "mapping",
             references=slot.references if slot is not None else 0,
             age_s=time.monotonic() - since_s,
@@ -125,6 +141,7 @@ class Lease:
             pid=self.peer.pid,
             uid=self.peer.uid,
             model=self.model,
+            device=self.device,
             lease=self.id,
             attached_s=time.monotonic() - self._attached_s,
             serving=Tag.of(serving) if serving is not None else None,
@@ -217,6 +234,11 @@ class Lease:
         goes for infinity.  Raises PeerGone."""
         limit = None if math.isinf(bytes_per_s) else bytes_per_s
         await self._send(Pace(report_every_s=report_every_s, bytes_per_s=limit))
+
+    async def tell_damage(self, places: Sequence[tuple[SlabId, int]]) -> None:
+        """Say at which slabs and offsets bytes have changed since they were verified.  Raises PeerGone."""
+        told = tuple(DamagedPlace(slab_id=slab_id, offset_bytes=offset) for slab_id, offset in places)
+        await self._send(Damaged(places=told))
 
     def close(self) -> None:
         """End the lease; its reader sees the end and reports it."""

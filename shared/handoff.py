@@ -21,6 +21,9 @@ FDS_PER_FRAME = 128
 SLOTS = 2
 """An inferd's slots: no more can be held or reported."""
 
+DAMAGED_PLACES = 200
+"""Damaged places told at once; more change nothing about what is to be done."""
+
 SlabCount = Annotated[int, Field(ge=0, le=MAX_SLABS)]
 
 
@@ -52,7 +55,7 @@ class Hello(WireModel):
     name: Name
     model: Name
     backend: str
-    devices: tuple[str, ...]
+    device: str  # where it maps weights and computes
     engine: str
     flip: str
     serves_two_versions: bool
@@ -196,6 +199,21 @@ class Pace(WireModel):
     bytes_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
+class DamagedPlace(WireModel):
+    """Where a slab's bytes are no longer those that were verified."""
+
+    slab_id: Name
+    offset_bytes: Count  # of a tensor
+
+
+class Damaged(WireModel):
+    """What was found damaged, in slabs that inferd may map or not; not answered.  inferd goes on serving
+    and says that it is not ready."""
+
+    kind: Literal["damaged"] = "damaged"
+    places: Annotated[tuple[DamagedPlace, ...], Field(min_length=1, max_length=DAMAGED_PLACES)]
+
+
 class HandBack(WireModel):
     """Send the fds of held version `tag`, so that a restarted loaderd can adopt its memory."""
 
@@ -221,7 +239,7 @@ FromInferd = Annotated[
     Field(discriminator="kind"),
 ]
 FromLoaderd = Annotated[
-    Welcome | Refused | Prepare | SlabBatch | Announce | Commit | Release | HandBack | Pace,
+    Welcome | Refused | Prepare | SlabBatch | Announce | Commit | Release | HandBack | Pace | Damaged,
     Field(discriminator="kind"),
 ]
 

@@ -1,7 +1,7 @@
 """Inter-token latency while loaderd hashes and loads, against the same traffic left alone; in one run.
 
     python -m tests.bench.verify_while_serving --backend cuda --folder /dev/shm/bench --json out.json
-    python -m tests.bench.verify_while_serving --backend host --layers 8 --hidden 1024 --vocab 4096 …  anywhere
+    python -m tests.bench.verify_while_serving --backend host --layers 8 --hidden 1024 --vocab 4096 …
 
 Clients stream without end from one inferd and note when each token comes.  Quiet spells lie before, between
 and after the work, so that what drifts shows.  `--throttle off` measures what the throttle is good for.
