@@ -249,11 +249,11 @@ class Deployment:
         if to is None:
             if self.retained is None:
                 raise InvalidRequest(f"no version of {self.model} is retained: nothing to roll back to")
-            self._check_sound(self.retained)
+            self.check_sound(self.retained)
             return self.retained
         for version in (self.retained, self.active):
             if version is not None and to in (version.ref.version, str(version.ref), str(version.tag)):
-                self._check_sound(version)
+                self.check_sound(version)
                 return version
         raise UnknownVersion(f"{to} of {self.model} is not resident; push it instead", name=to)
 
@@ -282,7 +282,7 @@ class Deployment:
         """Prepare on every inferd, commit, and let what was active be retained; the caller holds
         `slots_in_hand`."""
         operation.check_not_superseded()
-        self._check_sound(version)
+        self.check_sound(version)
         self._check_tokens_keep_their_meaning(operation, version)
         self._host.operations.enter(operation, "preparing")
         for lease in tuple(self.leases().values()):
@@ -326,8 +326,11 @@ class Deployment:
             if versions.damaged(before):
                 self.retained = None
                 await self._sweep(before, "it is damaged, and no way back")
+        # After a restart, what served may be damaged and have the same tag.
+        await self._release_everywhere(version.tag)
+        self.collect()
 
-    def _check_sound(self, version: Version) -> None:
+    def check_sound(self, version: Version) -> None:
         """Raise DigestMismatch where bytes of a version have changed since they were verified."""
         damaged = self._host.versions.damaged(version)
         if damaged:
@@ -362,6 +365,7 @@ class Deployment:
         self.collect()
 
     async def _release_everywhere(self, tag: VersionTag) -> None:
+        """Have every inferd let go of a version; of the active one, only of slots in which it is damaged."""
         async with asyncio.TaskGroup() as releases:
             for lease in self.leases().values():
                 is_renewed = self.active is not None and self.active.tag == tag

@@ -113,6 +113,7 @@ class Reconciliation:
                 deployment.commit_found(active, Epoch(lease.epoch + 1))
             done: Prepared | None = None
             if not lease.has_prepared(active.tag):
+                deployment.check_sound(active)
                 with self._host.pace.work(f"preparing {active.ref}"):
                     copy = await self._host.copies.on(lease.device, active)
                     done = await lease.prepare(copy, config.prepare_timeout_s, config.drain_timeout_s)
