@@ -305,7 +305,7 @@ class Loaderd:
 
     def export_metrics(self, registry: CollectorRegistry) -> None:
         """Compute this daemon's metrics whenever the registry is scraped."""
-        LoaderdMetrics(registry, self.slabs, self._host, self.deployments)
+        LoaderdMetrics(registry, self.slabs, self._host, self.deployments, self.scrub)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._supervisor.start(work, name=getattr(work, "__qualname__", "work"), may_end=True)

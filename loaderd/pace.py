@@ -110,6 +110,11 @@ class Pace:
         return self._throttle.allowed
 
     @property
+    def admitted_bytes(self) -> int:
+        """What was copied or hashed in this process."""
+        return self._gate.admitted_bytes
+
+    @property
     def is_throttled(self) -> bool:
         """Whether copies are held back because latency has risen."""
         return self._throttle.excess is not None
