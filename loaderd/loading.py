@@ -195,8 +195,9 @@ class _Load:
                         self._check(crew, _Hash(filled, slab, batch))
 
     def _check(self, crew: Crew, work: _Hash) -> None:
-        self._admit(crew, sum(nbytes for _, _, nbytes in work.batch))
-        self._verification.check(work.filled, work.slab, work.batch)
+        nbytes = sum(place[2] for place in work.batch)
+        self._admit(crew, nbytes)
+        self._verification.check(work.filled, work.slab, work.batch, self._pace.spread_s(nbytes))
 
     def _admit(self, crew: Crew, nbytes: int) -> None:
         self._pace.admit(nbytes)

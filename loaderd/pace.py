@@ -52,6 +52,10 @@ class Work:
         """How many bytes to ask for at once: `most_bytes`, or fewer while the rate is limited."""
         return self._own.grain_bytes(self._gate.grain_bytes(most_bytes))
 
+    def spread_s(self, nbytes: int) -> float:
+        """Over which time to spread work on so many bytes: 0 without a limit."""
+        return max(self._own.spread_s(nbytes), self._gate.spread_s(nbytes))
+
     def end(self) -> None:
         """Let no more through: who waits, or asks from now on, gets Superseded.  From any thread."""
         self._ended.set()

@@ -24,13 +24,17 @@ from shared.ids import LeaseId
 ENOUGH_STEPS = 8
 """Steps whose mean is worth comparing."""
 
-LOOK_AT_MOST_S = 1.0
+LOOK_AT_MOST_S = 1.2
 """Longest look; where steps are slower than ENOUGH_STEPS in it, fewer have to do."""
 
 JUDGE_WITHIN_S = 1.0
 """Longest time at one rate before it is judged by what there is."""
 
-STALE_S = 2.0
+SETTLE_S = 0.25
+"""What was let through before a look may be at work for this long; windows from then on show what decoding
+takes alone."""
+
+STALE_S = 4.0
 """Age from which a baseline is looked for again before anything is concluded from it."""
 
 LINGER_S = 2.0
@@ -40,7 +44,7 @@ requests of one client, and than the time between two reports."""
 QUIET_WINDOWS = 5
 """Newest windows without any work whose median is the baseline when work begins."""
 
-STEPS_UP = 8
+STEPS_UP = 4
 """Steps in which the rate climbs back to where latency rose last."""
 
 
@@ -134,7 +138,8 @@ class Throttle:
         after = replace(before, is_serving=window.is_serving)
         if window.is_serving:
             after = replace(after, serving_s=window.ended_s)
-        if window.began_s >= self.since_s:
+        settle_s = SETTLE_S if self.phase is Phase.LOOKING else 0.0
+        if window.began_s >= self.since_s + settle_s:
             if self.phase is not Phase.IDLE:
                 after = replace(
                     after, steps=before.steps + window.steps, decode_s=before.decode_s + window.decode_s

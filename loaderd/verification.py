@@ -51,10 +51,10 @@ class Verification:
         `most_bytes`, or of one place."""
         return hash_batches(self._places[index], most_bytes)
 
-    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Place]) -> None:
+    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Place], spread_s: float = 0.0) -> None:
         """Hash the places of a batch where they lie.  Raises DigestMismatch unless they are what was read,
         what the seal says and what the other copies have.  Blocking, without the GIL."""
-        for place, leaves in zip(batch, resident_leaves(batch, {filled.index: slab}), strict=True):
+        for place, leaves in zip(batch, resident_leaves(batch, {filled.index: slab}, spread_s), strict=True):
             found = self._check_place(slab, place, leaves, filled.crcs)
             with self._lock:
                 is_first = place not in self._known

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -33,9 +34,10 @@ class CudaDigests {
   // IEEE CRC32 of `nbytes` at `data`, as crc32.hpp.  Blocking.
   std::uint32_t crc32(cuda::DevicePointer data, std::uint64_t nbytes);
   // The leaves of all ranges, one after the other, as sha256.hpp.  Blocking.  Fast only with tens of
-  // thousands of leaves at once, whatever their ranges.
-  void sha256_leaves(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
-                     std::span<std::byte> digests);
+  // thousands of leaves at once, whatever their ranges.  With `spread` it takes about that long: in launches
+  // of some tenths of a millisecond with pauses, for the sake of whoever else computes on the device.
+  void sha256_leaves(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> digests,
+                     std::chrono::nanoseconds spread = {});
 
  private:
   struct Lane;

@@ -50,8 +50,12 @@ DeviceView slab_view(const CudaSlab& slab, std::uint64_t offset, std::uint64_t n
   return view_of(std::move(region), ordinal, address, nbytes);
 }
 
-nb::bytes sha256_ranges(const CudaSlab& slab, const std::vector<SlabRange>& ranges, std::uint64_t leaf_bytes) {
+constexpr std::uint64_t kLongestSpreadNs = 60'000'000'000;
+
+nb::bytes sha256_ranges(const CudaSlab& slab, const std::vector<SlabRange>& ranges, std::uint64_t leaf_bytes,
+                        std::uint64_t spread_ns = 0) {
   check_leaf_bytes(leaf_bytes);
+  const auto spread = std::chrono::nanoseconds(std::min(spread_ns, kLongestSpreadNs));
   std::uint64_t leaves = 0;
   for (const SlabRange& range : ranges) {
     static_cast<void>(slab.share()->range(range.offset, range.nbytes));  // before anything is sized by it
@@ -60,7 +64,7 @@ nb::bytes sha256_ranges(const CudaSlab& slab, const std::vector<SlabRange>& rang
   nb::bytes digests = new_bytes(leaves * kSha256Bytes);
   {
     const ReleaseGil released;
-    slab.sha256_leaves(ranges, leaf_bytes, fill(digests));
+    slab.sha256_leaves(ranges, leaf_bytes, fill(digests), spread);
   }
   return digests;
 }
@@ -72,10 +76,10 @@ nb::bytes slab_sha256_leaves(const CudaSlab& slab, std::uint64_t offset, std::ui
 
 nb::bytes slab_sha256_ranges(const CudaSlab& slab,
                              const std::vector<std::tuple<std::uint64_t, std::uint64_t>>& ranges,
-                             std::uint64_t leaf_bytes) {
+                             std::uint64_t leaf_bytes, std::uint64_t spread_ns) {
   std::vector<SlabRange> places;
   for (const auto& [offset, nbytes] : ranges) places.push_back({offset, nbytes});
-  return sha256_ranges(slab, places, leaf_bytes);
+  return sha256_ranges(slab, places, leaf_bytes, spread_ns);
 }
 
 // The region and its views; views keep the addresses, `close` ends the region for new use.
@@ -163,7 +167,8 @@ void bind_cuda(nb::module_& m) {
       .def("borrow_fd", &CudaSlab::borrow_fd)
       .def("crc32", &CudaSlab::crc32, "offset_bytes"_a, "nbytes"_a, nb::call_guard<ReleaseGil>())
       .def("sha256_leaves", &slab_sha256_leaves, "offset_bytes"_a, "nbytes"_a, "leaf_bytes"_a)
-      .def("sha256_leaves_of", &slab_sha256_ranges, "ranges"_a, "leaf_bytes"_a)
+      .def("sha256_leaves_of", &slab_sha256_ranges, "ranges"_a, "leaf_bytes"_a,
+           "spread_ns"_a = 0)
       .def("view", &slab_view, "offset_bytes"_a, "nbytes"_a)
       .def("close", &CudaSlab::close, nb::call_guard<ReleaseGil>());
 

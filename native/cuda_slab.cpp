@@ -65,14 +65,14 @@ std::uint32_t CudaSlab::crc32(std::uint64_t offset, std::uint64_t nbytes) const 
 }
 
 void CudaSlab::sha256_leaves(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes,
-                             std::span<std::byte> digests) const {
+                             std::span<std::byte> digests, std::chrono::nanoseconds spread) const {
   const auto region = share();
   std::vector<DeviceRange> places;
   places.reserve(ranges.size());
   for (const SlabRange& range : ranges) {
     places.push_back({region->range(range.offset, range.nbytes), range.nbytes});
   }
-  region->device().digests().sha256_leaves(places, leaf_bytes, digests);
+  region->device().digests().sha256_leaves(places, leaf_bytes, digests, spread);
 }
 
 void CudaSlab::close() {

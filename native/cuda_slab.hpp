@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -34,9 +35,9 @@ class CudaSlab {
   int borrow_fd() const;
   std::uint32_t crc32(std::uint64_t offset, std::uint64_t nbytes) const;
   // The leaves of all ranges (offset and length), one after the other, 32 bytes per leaf.  `digests` has
-  // room for `leaf_count` of each of them.
-  void sha256_leaves(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes,
-                     std::span<std::byte> digests) const;
+  // room for `leaf_count` of each of them.  With `spread` it takes about that long and is gentle.
+  void sha256_leaves(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> digests,
+                     std::chrono::nanoseconds spread = {}) const;
   // The region, kept alive beyond `close`.
   std::shared_ptr<const CudaRegion> share() const;
   // Gives up this owner's reference.  Where it is the last one, waits for the GPU and for the release.

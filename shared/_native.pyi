@@ -137,8 +137,9 @@ class CudaSlab:
     def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
         """By a kernel.  Without the GIL."""
 
-    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int) -> bytes:
-        """Those of all ranges (offset, bytes), one after the other, in one go.  Without the GIL."""
+    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int = 0) -> bytes:
+        """Those of all ranges (offset, bytes), one after the other, in one go, or in short launches spread
+        over `spread_ns` (at most a minute).  Without the GIL."""
 
     def view(self, offset_bytes: int, nbytes: int) -> DlpackCapsule:
         """The bytes themselves; keeps the mapping alive."""

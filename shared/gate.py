@@ -13,9 +13,9 @@ from shared.errors import Superseded
 PIECE_BYTES = 16 << 20
 """What one thread should copy or hash between two questions, when it has a choice: some 10 ms on a CPU."""
 
-GRAIN_S = 0.02
-"""At a limited rate, the time whose bytes may go through in one piece: fewer, larger pieces would come as
-bursts, smaller ones waste a GPU."""
+GRAIN_S = 0.25
+"""At a limited rate, the time whose bytes may go through in one piece, where the piece is spread over that
+time.  A GPU spends as long on a small piece as on a large one: small ones would keep it busy at any rate."""
 
 LOOK_AGAIN_S = 0.1
 """Longest sleep of a thread at the gate before it looks whether its work was ended."""
@@ -30,6 +30,10 @@ class Pacer(Protocol):
 
     def grain_bytes(self, most_bytes: int) -> int:
         """How many bytes to ask for at once: `most_bytes`, or fewer while the rate is limited."""
+        ...
+
+    def spread_s(self, nbytes: int) -> float:
+        """Over which time to spread work on so many bytes: 0 without a limit."""
         ...
 
 
@@ -82,3 +86,10 @@ class Gate:
             if math.isinf(self._bytes_per_s):
                 return most_bytes
             return min(most_bytes, max(PIECE_BYTES, round(self._bytes_per_s * GRAIN_S)))
+
+    def spread_s(self, nbytes: int) -> float:
+        """As `Pacer.spread_s`; never more than GRAIN_S, since nothing ends it."""
+        with self._changed:
+            if math.isinf(self._bytes_per_s) or self._bytes_per_s == 0:
+                return 0.0
+            return min(GRAIN_S, nbytes / self._bytes_per_s)

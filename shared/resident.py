@@ -71,10 +71,11 @@ def hash_batches(places: Iterable[Place], most_bytes: int) -> list[list[Place]]:
     return batches
 
 
-def resident_leaves(batch: Sequence[Place], slabs: Mapping[int, Slab]) -> list[bytes]:
-    """Leaves of the bytes that lie at the places of one batch now.  Blocking, without the GIL."""
+def resident_leaves(batch: Sequence[Place], slabs: Mapping[int, Slab], spread_s: float = 0.0) -> list[bytes]:
+    """Leaves of the bytes that lie at the places of one batch now, spread over a time where that spares
+    others (`Slab.sha256_leaves_of`).  Blocking, without the GIL."""
     ranges = [(offset, nbytes) for _, offset, nbytes in batch]
-    return slabs[batch[0][0]].sha256_leaves_of(ranges, LEAF_BYTES)
+    return slabs[batch[0][0]].sha256_leaves_of(ranges, LEAF_BYTES, spread_s)
 
 
 class _Pieces:
@@ -103,11 +104,11 @@ class _Pieces:
                 filled += taken[-1][2]
             return taken
 
-    def hash(self, pieces: Sequence[tuple[Place, int, int]]) -> None:
+    def hash(self, pieces: Sequence[tuple[Place, int, int]], spread_s: float) -> None:
         """Keep the leaves of what lies at the pieces now.  Blocking, without the GIL."""
         slab = self._slabs[pieces[0][0][0]]
         ranges = [(place[1] + at, nbytes) for place, at, nbytes in pieces]
-        found = slab.sha256_leaves_of(ranges, LEAF_BYTES)
+        found = slab.sha256_leaves_of(ranges, LEAF_BYTES, spread_s)
         with self._lock:
             for (place, at, _), leaves in zip(pieces, found, strict=True):
                 self.leaves.setdefault(place, {})[at] = leaves
@@ -137,7 +138,7 @@ def damaged_tensors(
             while not failed.is_set() and (taken := pieces.take(gate)):
                 nbytes = sum(each[2] for each in taken)
                 gate.admit(nbytes)
-                pieces.hash(taken)
+                pieces.hash(taken, gate.spread_s(nbytes))
                 on_verified(nbytes)
         except BaseException:
             failed.set()

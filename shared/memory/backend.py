@@ -44,8 +44,11 @@ class Slab(Protocol):
         """How many bytes are worth hashing in one call of `sha256_leaves_of`; 0 if one range is enough."""
         ...
 
-    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
-        """`sha256_leaves` of each range (offset, bytes), in one go where that is faster."""
+    def sha256_leaves_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[bytes]:
+        """`sha256_leaves` of each range (offset, bytes), in one go where that is faster; where others would
+        wait for the device meanwhile, spread over `spread_s`."""
         ...
 
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:

@@ -75,12 +75,17 @@ class CudaSlab(ReadableSlab[_native.CudaSlab]):
     def batch_bytes(self) -> int:
         return BATCH_BYTES
 
-    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
-        """The leaves of each range (offset, bytes), as `sha256_leaves` gives them, in one go."""
+    def sha256_leaves_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[bytes]:
+        """The leaves of each range (offset, bytes), as `sha256_leaves` gives them, in one go.
+
+        A launch takes some 6 ms however few the leaves are, and processes take turns on a GPU: with
+        `spread_s` there are many launches of some tenths of a millisecond, with pauses, over that time."""
         check_leaf(leaf_bytes)
         for offset_bytes, nbytes in ranges:
             check_range(self._entry, offset_bytes, nbytes)
-        joined = memoryview(self._native.sha256_leaves_of(list(ranges), leaf_bytes))
+        joined = memoryview(self._native.sha256_leaves_of(list(ranges), leaf_bytes, round(spread_s * 1e9)))
         leaves = []
         at = 0
         for _, nbytes in ranges:

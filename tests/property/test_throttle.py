@@ -138,7 +138,7 @@ def check_that_clients_own_load_is_not_held_against_copies(rise: float, step_s: 
     host.begin()
     host.work(2)
     inferd.step_s *= rise
-    host.work(20)
+    host.work(30)
     speeds = host.work(20)
     assert mean(speeds) >= 0.4 * host.capacity_bytes_per_s
 

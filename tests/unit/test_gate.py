@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shared.errors import Superseded
-from shared.gate import PIECE_BYTES, Gate
+from shared.gate import GRAIN_S, PIECE_BYTES, Gate
 
 MB = 1_000_000
 
@@ -107,11 +107,21 @@ def test_who_waits_leaves_when_the_work_has_ended() -> None:
     ("bytes_per_s", "most", "grain"),
     [
         (math.inf, 4 << 30, 4 << 30),
-        (64 << 20, 4 << 30, PIECE_BYTES),
-        (10 << 30, 4 << 30, round((10 << 30) * 0.02)),
+        (32 << 20, 4 << 30, PIECE_BYTES),
+        (10 << 30, 4 << 30, round((10 << 30) * GRAIN_S)),
         (1 << 60, 4 << 30, 4 << 30),
         (64 << 20, 1 << 20, 1 << 20),
     ],
 )
 def test_pieces_are_small_while_the_rate_is(bytes_per_s: float, most: int, grain: int) -> None:
     assert Gate(bytes_per_s).grain_bytes(most) == grain
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "nbytes", "spread_s"),
+    [(math.inf, 1 << 30, 0.0), (0.0, 1 << 30, 0.0), (100 * MB, 10 * MB, 0.1), (100 * MB, 1 << 30, GRAIN_S)],
+)
+def test_pieces_are_spread_over_the_time_they_are_due(
+    bytes_per_s: float, nbytes: int, spread_s: float
+) -> None:
+    assert Gate(bytes_per_s).spread_s(nbytes) == spread_s

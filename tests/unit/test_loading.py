@@ -244,6 +244,9 @@ def test_reads_and_hashes_are_paced(folder: Path, backend: FakeBackend) -> None:
         def grain_bytes(self, most_bytes: int) -> int:
             return most_bytes
 
+        def spread_s(self, nbytes: int) -> float:
+            return 0.0
+
     meter = Meter()
     with open_directory(folder) as checkpoint:
         for slab in _load(checkpoint, backend, pace=meter).new_slabs:

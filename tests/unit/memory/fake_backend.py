@@ -135,7 +135,10 @@ class FakeSlab:
     def batch_bytes(self) -> int:
         return self._backend.batch_bytes
 
-    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
+    def sha256_leaves_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[bytes]:
+        del spread_s
         return [self.sha256_leaves(offset, nbytes, leaf_bytes) for offset, nbytes in ranges]
 
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
