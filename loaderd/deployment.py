@@ -190,6 +190,7 @@ class Deployment:
             while not work.done():
                 await asyncio.wait((work,), timeout=PROGRESS_EVERY_S)
                 operation.bytes_read, operation.bytes_verified = progress.read, progress.verified
+                operation.limit_bytes_per_s = self._host.pace.throttled_bytes_per_s
                 if operation.stage == "loading" and progress.is_verifying:
                     self._host.operations.enter(operation, "verifying")
                 self._host.operations.progress(operation)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -32,12 +32,19 @@ TICK_S = 0.1
 
 QUIET_REPORT_S = 1.0
 
+PATIENT_PART = 1 / 3
+"""Of what may be added to latency: so much for work that nobody waits for, to leave its mark not even where
+latency is worst."""
+
 
 class Work:
     """One load, verification or scrub under way (`Pacer`)."""
 
-    def __init__(self, name: str, gate: Gate, most_bytes_per_s: float, ended: threading.Event) -> None:
+    def __init__(
+        self, name: str, gate: Gate, most_bytes_per_s: float, ended: threading.Event, is_patient: bool
+    ) -> None:
         self.name = name
+        self.is_patient = is_patient
         self._gate = gate
         self._own = Gate(most_bytes_per_s)
         self._ended = ended
@@ -92,7 +99,8 @@ class Pace:
     ) -> None:
         """Without `limits` nothing is ever held back."""
         self._is_on = limits is not None
-        self._throttle = Throttle(limits or Limits())
+        self._limits = limits or Limits()
+        self._throttle = Throttle(self._limits)
         self._leases = leases
         self._chronicle = chronicle
         self._spawn = spawn
@@ -123,13 +131,25 @@ class Pace:
         """Whether copies are held back because latency has risen."""
         return self._throttle.excess is not None
 
+    @property
+    def throttled_bytes_per_s(self) -> int | None:
+        """The rate that latency holds copies to; None while it does not."""
+        return round(self._throttle.rate) if self.is_throttled else None
+
     @contextmanager
     def work(
-        self, name: str, *, most_bytes_per_s: float = math.inf, ended: threading.Event | None = None
+        self,
+        name: str,
+        *,
+        most_bytes_per_s: float = math.inf,
+        ended: threading.Event | None = None,
+        is_patient: bool = False,
     ) -> Iterator[Work]:
-        """Something that copies or hashes until the block ends; `ended` is what cancels it."""
-        work = Work(name, self._gate, most_bytes_per_s, ended or threading.Event())
+        """Something that copies or hashes until the block ends; `ended` is what cancels it.  While all that
+        is under way is patient, latency may rise by PATIENT_PART of what it may else."""
+        work = Work(name, self._gate, most_bytes_per_s, ended or threading.Event(), is_patient)
         self._works.append(work)
+        self._choose_limits()
         if len(self._works) == 1 and self._is_on:
             self._has_work.set()
             self._become(self._throttle.begin(self._clock()))
@@ -137,6 +157,7 @@ class Pace:
             yield work
         finally:
             self._works.remove(work)
+            self._choose_limits()
             if not self._works and self._is_on:
                 self._has_work.clear()
                 self._become(self._throttle.end(self._clock()))
@@ -166,6 +187,11 @@ class Pace:
             await self._has_work.wait()
             self._decide(self._clock())
             await asyncio.sleep(TICK_S)
+
+    def _choose_limits(self) -> None:
+        part = PATIENT_PART if all(work.is_patient for work in self._works) else 1.0
+        limits = replace(self._limits, above_share=self._limits.above_share * part)
+        self._throttle = replace(self._throttle, limits=limits)
 
     # --- carrying it out -------------------------------------------------------------------------
 

@@ -77,7 +77,9 @@ class Scrub:
 
     async def _hash(self, version: Version, why: str, most_bytes_per_s: float) -> Damage:
         copies = dict(version.copies)
-        with self._host.pace.work(f"{why} of {version.ref}", most_bytes_per_s=most_bytes_per_s) as work:
+        with self._host.pace.work(
+            f"{why} of {version.ref}", most_bytes_per_s=most_bytes_per_s, is_patient=True
+        ) as work:
             found = await asyncio.to_thread(_damaged_by_device, copies, work)
         for device, names in found.items():
             await self._follow_up(version, device, copies[device], names, why)

@@ -142,6 +142,7 @@ class OperationReport(WireModel):
     bytes_total: Count = 0
     bytes_read: Count = 0
     bytes_verified: Count = 0
+    limit_bytes_per_s: Count | None = None  # while copies yield to decoding
     bytes_replicated: Count = 0  # copied from one device to others
     inferds_total: Count = 0
     inferds_prepared: Count = 0
