@@ -1,0 +1,106 @@
+"""changeover's own loading as `load_loaders` measures it: open, plan, load and verify, as a push does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+from loaderd import loading
+from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
+from loaderd.loading import LoadProgress, LoadRequest, load_and_verify
+from loaderd.placement import Residents
+from loaderd.plan import Candidate, DeviceMemory, Plan, plan_push
+from loaderd.seal.check import check_against
+from loaderd.seal.document import Seal, read_seal
+from shared.digest import file_digest
+from shared.ids import VersionRef
+from shared.memory.backend import MemoryBackend, Slab
+from shared.memory.selection import open_backend
+from tests.bench.load_loaders import Loader, Resident, Setting
+from tests.bench.load_report import OURS, Verification
+
+_REF = VersionRef("bench", "v1")
+
+
+@cache
+def _backend(device: str) -> MemoryBackend:
+    """One for the process, as loaderd has one: it keeps the pinned slots of its threads."""
+    match device:
+        case "cuda":
+            return open_backend("cuda")
+        case "host":
+            return open_backend("host")
+        case _:
+            raise ValueError(device)
+
+
+def load(folder: Path, device: str, setting: Setting) -> Resident:
+    """A version in slabs of its own; `parts` are opening (headers, seal, plan) and loading."""
+    verification = Verification(setting["verify"])
+    backend = _backend(device)
+    started = time.perf_counter()
+    with ExitStack() as undo:
+        checkpoint = undo.enter_context(open_directory(folder))
+        seal = None
+        if verification is Verification.SEALED:
+            if checkpoint.seal_bytes is None:
+                raise ValueError(f"{folder} has no seal")
+            seal = read_seal(checkpoint.seal_bytes)
+            check_against(checkpoint, seal)
+        request = _request(checkpoint, seal, _plan(checkpoint, seal, backend), backend)
+        opened = time.perf_counter()
+        slabs: Sequence[Slab]
+        if verification is Verification.NONE:
+            with ExitStack() as slabs_undo:
+                _, slabs = loading._fill(
+                    request, backend, LoadProgress(), threading.Event(), slabs_undo
+                )
+                slabs_undo.pop_all()
+        else:
+            slabs = load_and_verify(request, backend, LoadProgress(), threading.Event()).new_slabs
+        loaded = time.perf_counter()
+        places = request.placement.places
+        tensors = {
+            source.name: slabs[places[source.name].slab].tensor(
+                places[source.name].offset_bytes, source.dtype, source.shape
+            )
+            for source in checkpoint.tensors
+        }
+
+    def close() -> None:
+        for slab in slabs:
+            slab.close()
+
+    return Resident(tensors, close, {"open_s": opened - started, "load_s": loaded - opened})
+
+
+def _plan(checkpoint: Checkpoint, seal: Seal | None, backend: MemoryBackend) -> Plan:
+    candidate = Candidate(
+        name=str(_REF),
+        tensors=checkpoint.tensors,
+        digests=seal.tensor_digests if seal is not None else {},
+        config=checkpoint.config,
+        assets={name: file_digest(data) for name, data in checkpoint.assets.items()},
+    )
+    memory = DeviceMemory(backend.free_bytes(backend.devices()[0]))
+    plan = plan_push(candidate, None, Residents(), memory)
+    if plan.verdict != "hot":
+        raise ValueError("; ".join(plan.reasons))
+    return plan
+
+
+def _request(checkpoint: Checkpoint, seal: Seal | None, plan: Plan, backend: MemoryBackend) -> LoadRequest:
+    return LoadRequest(_REF, checkpoint, seal, plan.placement, (), backend.devices()[0])
+
+
+def _settings(place: str, device: str, cores: int) -> list[Setting]:
+    return [{"verify": each.value} for each in (Verification.DIGEST, Verification.NONE, Verification.SEALED)]
+
+
+CHANGEOVER = Loader(
+    OURS, load, _settings, verification=lambda setting: Verification(setting["verify"])
+)
