@@ -35,6 +35,8 @@ from tests.bench.load_report import COLD, OURS, PLACES, TMPFS, text
 from tests.bench.load_schedule import Step, schedule
 from tests.bench.load_worker import Job
 
+WORKER = (sys.executable, "-m", "tests.bench.load_worker")
+
 _STEP_S = 150
 """No step may take longer."""
 
@@ -151,7 +153,7 @@ class Run:
         with tempfile.TemporaryDirectory() as folder:
             asked, answered, log = (Path(folder, name) for name in ("job", "result", "log"))
             asked.write_text(json.dumps(asdict(job)))
-            command = [sys.executable, "-m", "tests.bench.load_worker", str(asked), str(answered)]
+            command = [*WORKER, str(asked), str(answered)]
             with log.open("wb") as output:
                 worker = subprocess.Popen(
                     command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -287,7 +289,9 @@ def main() -> None:
     running.add_argument("--budget-s", type=float, default=360)
     running.add_argument("--only", type=_names(PLACES), default=list(PLACES), help=", ".join(PLACES))
     running.add_argument("--skip-loaders", type=_names((OURS, *PEERS)), default=[])
-    running.add_argument("--own-format-gb", type=float, default=4, help="for loaders with a format of their own")
+    running.add_argument(
+        "--own-format-gb", type=float, default=4, help="for loaders with a format of their own"
+    )
     running.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="a .json, or a folder")
     running.set_defaults(run=run)
     plotting = commands.add_parser("plot", help="draw reports")

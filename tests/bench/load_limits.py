@@ -15,8 +15,9 @@ import torch
 
 from tests.bench.load_report import COPY, DIRECT, PLAIN_COPY, PREAD
 
-_BUFFERS = 16
-"""How many buffers one call of preadv fills: so many megabytes that Python's part of it does not count."""
+_CALL_BYTES = 16 << 20
+"""What one call of preadv reads at least, into two buffers in turn: so much that Python's part of it does
+not count."""
 
 _ALIGNMENT_BYTES = 1 << 20
 """Of direct reads; what is left at the end of a file is not read."""
@@ -57,12 +58,13 @@ def copy_limit(device: str, cores: int, repeats: int) -> Limit:
 
 
 def pread_limits(paths: Sequence[Path], device: str, cores: int, repeats: int) -> Iterator[Limit]:
-    """Reads of the whole files by all cores into buffers (pinned for a GPU) that are used again and again.
+    """Reads of the whole files by all cores into buffers that are used again and again.
 
-    Small buffers stay in the cores' caches, large ones do not; two threads for a core help where a read
-    waits.  The fastest is the limit.
+    Into pinned ones for a GPU, as a loader may copy on from there: small ones stay in the cores' caches,
+    large ones do not.  Where the bytes are to stay in host memory only what leaves the caches counts.
     """
-    for threads, slot_bytes in product((cores, 2 * cores), (512 << 10, 1 << 20, 8 << 20)):
+    sizes = (512 << 10, 2 << 20, 8 << 20) if device == "cuda" else (32 << 20,)
+    for threads, slot_bytes in product((cores, 2 * cores), sizes):
         shape = {"threads": threads, "slot_bytes": slot_bytes}
         slots = torch.empty(threads * 2 * slot_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
         views = slots.numpy().data
@@ -78,7 +80,7 @@ def pread_limits(paths: Sequence[Path], device: str, cores: int, repeats: int) -
                 def work(thread: int) -> None:
                     at = thread * 2 * slot_bytes
                     pair = [views[at : at + slot_bytes], views[at + slot_bytes : at + 2 * slot_bytes]]
-                    reading.read(thread, threads, pair * (_BUFFERS // 2))
+                    reading.read(thread, threads, pair * -(-_CALL_BYTES // (2 * slot_bytes)))
 
                 for _ in pool.map(work, range(threads)):
                     pass

@@ -68,7 +68,7 @@ def _safetensors(folder: Path, device: str, setting: Setting) -> Resident:
 def _safetensors_settings(place: str, device: str, cores: int) -> list[Setting]:
     # In host memory `mmap` gives views of the file: nothing is loaded until it is copied.
     mmap = {"backend": "mmap", "clone": True} if device == "host" else {"backend": "mmap"}
-    return [mmap, {"backend": "pread"}]
+    return [mmap] if place == COLD else [mmap, {"backend": "pread"}]
 
 
 # --- fastsafetensors -----------------------------------------------------------------------------
@@ -77,9 +77,7 @@ def _safetensors_settings(place: str, device: str, cores: int) -> list[Setting]:
 def _fastsafetensors(folder: Path, device: str, setting: Setting) -> Resident:
     from fastsafetensors import SafeTensorsFileLoader
 
-    loader = SafeTensorsFileLoader(
-        None, torch_device(device), nogds=True, max_threads=setting["max_threads"]
-    )
+    loader = SafeTensorsFileLoader(None, torch_device(device), nogds=True, max_threads=setting["max_threads"])
     loader.add_filenames({0: [str(path) for path in _shards(folder)]})
     files = loader.copy_files_to_device(max_copy_block_size=setting["max_copy_block_size"])
     tensors = {name: files.get_tensor(name) for name in loader.get_keys()}
@@ -91,12 +89,18 @@ def _fastsafetensors(folder: Path, device: str, setting: Setting) -> Resident:
     return Resident(tensors, close)
 
 
+def _fastsafetensors_environment(place: str) -> Mapping[str, str]:
+    # It reads past the page cache unless told otherwise.
+    return {"FASTSAFETENSORS_ODIRECT": "0"} if place == CACHED else NOTHING
+
+
 def _fastsafetensors_settings(place: str, device: str, cores: int) -> list[Setting]:
     # Its default is one request for a whole file, so that as many threads work as there are files.
-    return [
-        {"max_threads": cores, "max_copy_block_size": block}
-        for block in ((256 << 20, 64 << 20) if place != COLD else (256 << 20,))
-    ] + ([{"max_threads": 16, "max_copy_block_size": 16 << 30}] if place != COLD else [])
+    parts: list[Setting] = [
+        {"max_threads": max(16, cores), "max_copy_block_size": block} for block in (256 << 20, 64 << 20)
+    ]
+    whole = {"max_threads": 16, "max_copy_block_size": 16 << 30}
+    return parts[:1] if place == COLD else [*parts, whole]
 
 
 # --- InstantTensor -------------------------------------------------------------------------------
@@ -109,9 +113,7 @@ def _instanttensor(folder: Path, device: str, setting: Setting) -> Resident:
     if "backend" in arguments:
         name = arguments["backend"]
         policy = instanttensor.BackendPolicy
-        arguments["backend"] = (
-            policy[name] if name in policy.__members__ else instanttensor.Backend[name]
-        )
+        arguments["backend"] = policy[name] if name in policy.__members__ else instanttensor.Backend[name]
     paths = [str(path) for path in _shards(folder)]
     opened = ExitStack()
     loading = opened.enter_context(
@@ -124,13 +126,11 @@ def _instanttensor(folder: Path, device: str, setting: Setting) -> Resident:
 
 
 def _instanttensor_settings(place: str, device: str, cores: int) -> list[Setting]:
-    match place:
-        case _ if place == TMPFS:
-            return [{}, {"concurrency": cores}]
-        case _ if place == CACHED:
-            return [{"backend": "BUFFERED"}, {"backend": "MMAP", "concurrency": cores}]
-        case _:
-            return [{}]
+    if place == TMPFS:
+        return [{}, {"concurrency": cores}]
+    if place == CACHED:
+        return [{"backend": "BUFFERED"}, {"backend": "MMAP", "concurrency": cores}]
+    return [{}]
 
 
 # --- Run:ai Model Streamer -----------------------------------------------------------------------
@@ -179,7 +179,8 @@ def _tensorize(folder: Path, model: Model, limit_bytes: int) -> None:
 
 
 def _tensorizer_settings(place: str, device: str, cores: int) -> list[Setting]:
-    return [{"num_readers": cores, "verify_hash": verify} for verify in (True, False)]
+    both: list[Setting] = [{"num_readers": cores, "verify_hash": verify} for verify in (True, False)]
+    return both[:1] if place == COLD else both
 
 
 def _tensorizer_verification(setting: Setting) -> Verification:
@@ -199,10 +200,13 @@ def _one_setting(place: str, device: str, cores: int) -> list[Setting]:
 
 PEERS: Mapping[str, Loader] = MappingProxyType(
     {
-        "instanttensor": Loader(
-            "instanttensor", _instanttensor, _instanttensor_settings, devices=("cuda",)
+        "instanttensor": Loader("instanttensor", _instanttensor, _instanttensor_settings, devices=("cuda",)),
+        "fastsafetensors": Loader(
+            "fastsafetensors",
+            _fastsafetensors,
+            _fastsafetensors_settings,
+            environment=_fastsafetensors_environment,
         ),
-        "fastsafetensors": Loader("fastsafetensors", _fastsafetensors, _fastsafetensors_settings),
         "runai-model-streamer": Loader(
             "runai-model-streamer", _runai, _one_setting, environment=_runai_environment
         ),

@@ -61,7 +61,7 @@ class Model:
     @cached_property
     def width(self) -> int:
         """The hidden size: bytes grow with its square, as the vocabulary shrinks with it."""
-        return max(128, round(WIDTH * math.sqrt(self.gb * 1e9 / _FULL_BYTES) / 128) * 128)
+        return max(64, round(WIDTH * math.sqrt(self.gb * 1e9 / _FULL_BYTES) / 64) * 64)
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:

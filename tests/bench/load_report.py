@@ -61,14 +61,15 @@ class Target:
 
 def rate(entry: Mapping[str, Any]) -> float:
     """GB/s at the median."""
-    return float(entry["bytes"]) / statistics.median(entry["seconds"]) / 1e9
+    seconds: float = statistics.median(entry["seconds"])
+    return float(entry["bytes"]) / seconds / 1e9
 
 
 def limits(report: Report, place: str) -> dict[str, float]:
     """The limits that hold at `place`, in GB/s; of several shapes of one kind the fastest counts."""
     best: dict[str, float] = {}
     for entry in report["limits"]:
-        if place in entry["places"]:
+        if entry["place"] == place:
             best[entry["what"]] = max(best.get(entry["what"], 0.0), rate(entry))
     return best
 
@@ -132,20 +133,22 @@ def targets(report: Report) -> list[Target]:
         known = limits(report, place)
         names = (PREAD,) if place == CACHED else tuple(known)
         ceiling = min((known[name] for name in names if name in known), default=None)
-        for row in ours(place):
-            found.append(
-                _target(
-                    f"{place}, {row.verification}: at least {share:.0%} of {' or '.join(names)}",
-                    row.gb_s / ceiling if ceiling else None,
-                    share,
-                    is_known=row.is_right and (place != COLD or row.is_cold),
-                )
+        found += [
+            _target(
+                f"{place}, {row.verification}: at least {share:.0%} of {' or '.join(names)}",
+                row.gb_s / ceiling if ceiling else None,
+                share,
+                is_known=row.is_right and (place != COLD or row.is_cold),
             )
+            for row in ours(place)
+        ]
     for row in ours(TMPFS):
         found.append(
             _target(f"{TMPFS}, {row.verification}: within 3% of unverified", row.of_unverified, 0.97)
         )
-        others = [row for row in by_key.values() if row.place == TMPFS and row.loader != OURS and row.is_right]
+        others = [
+            row for row in by_key.values() if row.place == TMPFS and row.loader != OURS and row.is_right
+        ]
         fastest = max(others, key=lambda each: each.gb_s, default=None)
         if fastest is not None:
             found.append(
@@ -172,7 +175,10 @@ def text(report: Report) -> str:
         ceilings = limits(report, place)
         if not here and not ceilings:
             continue
-        named = ", ".join(f"{name} {value:.2f} GB/s" for name, value in sorted(ceilings.items()))
+        named = ", ".join(
+            f"{name} {value:.2f} GB/s{_shapes(report, place, name)}"
+            for name, value in sorted(ceilings.items())
+        )
         lines += [f"{place}: {named or 'no limit measured'}", *_aligned(map(_cells, here), _HEADER), ""]
     for failure in report["failures"]:
         lines.append(f"failed: {failure['loader']}, {failure['place']}: {failure['reason']}")
@@ -182,7 +188,19 @@ def text(report: Report) -> str:
     for target in targets(report) if report["device"] == "cuda" else []:
         found = "" if target.found is None else f"{target.found:.3f}"
         lines.append(f"{verdicts[target.is_met]:9} {found:>6}  {target.text}")
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
+
+
+def _shapes(report: Report, place: str, what: str) -> str:
+    """The fastest of each size of buffer, where several were measured."""
+    best: dict[int, float] = {}
+    for entry in report["limits"]:
+        if entry["place"] == place and entry["what"] == what and "slot_bytes" in entry["shape"]:
+            size = int(entry["shape"]["slot_bytes"])
+            best[size] = max(best.get(size, 0.0), rate(entry))
+    if len(best) < 2:
+        return ""
+    return f" ({', '.join(f'{size >> 10} KiB {best[size]:.2f}' for size in sorted(best))})"
 
 
 _HEADER = ("loader", "verified", "GB/s", "of limit", "of unverified", "")
@@ -193,7 +211,14 @@ def _cells(row: Row) -> tuple[str, ...]:
         return "" if value is None else f"{value:.1%}"
 
     verified = "" if row.verification is Verification.NONE else row.verification.value
-    return (row.loader, verified, f"{row.gb_s:.2f}", share(row.of_limit), share(row.of_unverified), row.remark)
+    return (
+        row.loader,
+        verified,
+        f"{row.gb_s:.2f}",
+        share(row.of_limit),
+        share(row.of_unverified),
+        row.remark,
+    )
 
 
 def _aligned(cells: Iterable[Sequence[str]], header: Sequence[str]) -> list[str]:

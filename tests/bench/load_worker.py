@@ -26,7 +26,7 @@ from tests.bench.load_changeover import CHANGEOVER
 from tests.bench.load_limits import Limit, best_direct_shape, copy_limit, direct_limit, pread_limits
 from tests.bench.load_loaders import PEERS, Loader, Resident, Setting, torch_device
 from tests.bench.load_model import BLOCK_BYTES, Model, doubled_block
-from tests.bench.load_report import CACHED, COLD, OURS, TMPFS
+from tests.bench.load_report import CACHED, COLD, OURS
 
 _SAMPLE_BYTES = 1 << 30
 """What is read to find the best shape of direct reads."""
@@ -59,6 +59,7 @@ class Series:
     seconds: list[float] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)
     cached: list[Residency] = field(default_factory=list)  # when a load from the disk began
+    is_compared: bool = False
     is_right: bool = False
     wrong: str = "not compared"
     error: str = ""
@@ -72,18 +73,23 @@ def measure_limits(job: Job) -> Iterator[dict[str, Any]]:
     paths = Model(job.gb).paths(Path(job.folder))
     if job.place == COLD:
         empty(paths)
-        yield _noted(direct_limit(paths, best_direct_shape(paths, job.cores, _SAMPLE_BYTES)), COLD)
+        yield _noted(direct_limit(paths, best_direct_shape(paths, job.cores, _SAMPLE_BYTES)), job)
         return
     if job.place == CACHED:
         fill(paths)
-    else:
-        yield _noted(copy_limit(job.device, job.cores, 3 * job.repeats), TMPFS, CACHED)
+    yield _noted(copy_limit(job.device, job.cores, 3 * job.repeats), job)
     for limit in pread_limits(paths, job.device, job.cores, job.repeats):
-        yield _noted(limit, job.place)
+        yield _noted(limit, job)
 
 
-def _noted(limit: Limit, *places: str) -> dict[str, Any]:
-    return {**asdict(limit), "bytes": limit.nbytes, "places": places}
+def _noted(limit: Limit, job: Job) -> dict[str, Any]:
+    return {
+        "place": job.place,
+        "what": limit.what,
+        "shape": limit.shape,
+        "bytes": limit.nbytes,
+        "seconds": limit.seconds,
+    }
 
 
 # --- loads ---------------------------------------------------------------------------------------
@@ -105,19 +111,26 @@ def measure_loads(job: Job, loader: Loader) -> Iterator[list[Series]]:
     series = [Series(setting, loader.verification(setting).value) for setting in settings]
     for each in series:
         if job.place == COLD:
-            _load_once(each, loader, small_folder, small, job, is_counted=False)
+            _load_once(each, loader, small_folder, small, job, is_counted=False, is_compared=False)
         else:
-            _load_once(each, loader, folder, model, job, is_counted=False)
+            _load_once(each, loader, folder, model, job, is_counted=False, is_compared=True)
     yield series
-    for _ in range(job.repeats):
+    for left in reversed(range(job.repeats)):
         for each in series:
             if not each.error:
-                _load_once(each, loader, folder, model, job, is_counted=True)
+                _load_once(each, loader, folder, model, job, is_counted=True, is_compared=left == 0)
         yield series
 
 
 def _load_once(
-    series: Series, loader: Loader, folder: Path, model: Model, job: Job, *, is_counted: bool
+    series: Series,
+    loader: Loader,
+    folder: Path,
+    model: Model,
+    job: Job,
+    *,
+    is_counted: bool,
+    is_compared: bool,
 ) -> None:
     files = loader.files(folder)
     if is_counted and job.place == COLD:
@@ -139,9 +152,9 @@ def _load_once(
         series.parts.append(dict(resident.parts))
     else:
         series.first_s = seconds
-    if is_counted or job.place != COLD:
+    if is_compared and (series.is_right or not series.is_compared):  # once wrong, wrong it stays
         series.wrong = difference(resident, model, is_part=loader.prepare is not None)
-        series.is_right = not series.wrong
+        series.is_right, series.is_compared = not series.wrong, True
     resident.close()
     del resident
     gc.collect()
@@ -201,7 +214,12 @@ def main() -> None:
     os.environ.update(environment)  # before it is imported
     for series in measure_loads(job, loader):
         loads = [
-            {**asdict(each), "setting": {**each.setting, **environment}, "loader": job.what, "place": job.place}
+            {
+                **asdict(each),
+                "setting": {**each.setting, **environment},
+                "loader": job.what,
+                "place": job.place,
+            }
             for each in series
         ]
         write(loads=loads, versions=versions(loader))
