@@ -208,7 +208,10 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+        except (OSError, subprocess.SubprocessError):
+            answer = "unknown GPU, unknown"
         found["gpu"], found["driver"] = (part.strip() for part in answer.splitlines()[0].split(","))
     return found
 
@@ -247,11 +250,13 @@ def run(options: argparse.Namespace) -> None:
         if out.suffix != ".json":
             out = out / file_name(report, options.gb)
         out.parent.mkdir(parents=True, exist_ok=True)
-        measured.make(places)
-        for step in schedule(places, list(PEERS), options.skip_loaders):
-            measured.take(step)
-            out.write_text(json.dumps(report, indent=1) + "\n")
-    _say(f"\nwrote {out}\n\n{text(report)}")
+        try:
+            measured.make(places)
+            for step in schedule(places, list(PEERS), options.skip_loaders):
+                measured.take(step)
+                out.write_text(json.dumps(report, indent=1) + "\n")
+        finally:
+            _say(f"\n{out}\n\n{text(report)}")
 
 
 def plot(options: argparse.Namespace) -> None:
@@ -290,7 +295,7 @@ def main() -> None:
     running.add_argument("--only", type=_names(PLACES), default=list(PLACES), help=", ".join(PLACES))
     running.add_argument("--skip-loaders", type=_names((OURS, *PEERS)), default=[])
     running.add_argument(
-        "--own-format-gb", type=float, default=4, help="for loaders with a format of their own"
+        "--own-format-gb", type=float, default=2, help="for loaders with a format of their own"
     )
     running.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="a .json, or a folder")
     running.set_defaults(run=run)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.bench.load_model import Model
+from tests.bench.load_model import Model, pieces
 from tests.bench.load_report import CACHED, COLD, TMPFS, Verification
 
 Setting = Mapping[str, Any]
@@ -163,19 +163,22 @@ def _tensorizer(folder: Path, device: str, setting: Setting) -> Resident:
 
 
 def _tensorize(folder: Path, model: Model, limit_bytes: int) -> None:
-    """Its own format, of as many shards as fit into `limit_bytes`, one at least."""
-    from safetensors.torch import load_file
+    """Its own format, of the first tensors that have `limit_bytes` together, one at least."""
     from tensorizer import TensorSerializer
 
     tensors: dict[str, torch.Tensor] = {}
-    for file, part in model.files.items():
-        size = sum(tensor.nbytes for tensor in part)
-        if tensors and sum(tensor.nbytes for tensor in tensors.values()) + size > limit_bytes:
+    left = limit_bytes
+    for tensor in model.tensors:
+        left -= tensor.nbytes
+        if tensors and left < 0:
             break
-        tensors |= load_file(folder / file)
-    serializer = TensorSerializer(folder / _TENSORIZED)
+        content = torch.cat([torch.from_numpy(piece) for piece in pieces(tensor)])
+        tensors[tensor.name] = content.view(torch.bfloat16).reshape(tensor.shape)
+    unfinished = folder / f"{_TENSORIZED}.new"
+    serializer = TensorSerializer(unfinished)
     serializer.write_state_dict(tensors)
     serializer.close()
+    unfinished.rename(folder / _TENSORIZED)
 
 
 def _tensorizer_settings(place: str, device: str, cores: int) -> list[Setting]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from tests.bench.load_report import COLD, OURS, PLACES
+from tests.bench.load_report import CACHED, COLD, OURS, TMPFS
 
 LIMITS = "limits"
 """Stands where a loader's name would."""
@@ -25,16 +25,19 @@ class Step:
 
 
 def schedule(places: Collection[str], peers: Sequence[str], skipped: Collection[str]) -> Iterator[Step]:
-    """At each place the limits, ours, then the others; at the disk, whose rate drifts, the limit is measured
-    again after ours."""
-    for place in PLACES:
-        if place not in places:
-            continue
-        yield Step(place, LIMITS)
-        if OURS not in skipped:
-            yield Step(place, OURS)
-            if place == COLD:
-                yield Step(place, LIMITS)
-        for peer in peers:
-            if peer not in skipped:
-                yield Step(place, peer)
+    """All of tmpfs, then the limits and ours everywhere, then the others.
+
+    The disk's rate drifts: its limit is measured again after ours.
+    """
+    others = [peer for peer in peers if peer not in skipped]
+    ours = [] if OURS in skipped else [OURS]
+    order = [
+        (TMPFS, [LIMITS, *ours, *others]),
+        (CACHED, [LIMITS, *ours]),
+        (COLD, [LIMITS, *ours, LIMITS]),
+        (CACHED, others),
+        (COLD, others),
+    ]
+    for place, steps in order:
+        if place in places:
+            yield from (Step(place, what) for what in steps)

@@ -28,7 +28,7 @@ from tests.bench.load_loaders import PEERS, Loader, Resident, Setting, torch_dev
 from tests.bench.load_model import BLOCK_BYTES, Model, doubled_block
 from tests.bench.load_report import CACHED, COLD, OURS
 
-_SAMPLE_BYTES = 1 << 30
+_SAMPLE_BYTES = 512 << 20
 """What is read to find the best shape of direct reads."""
 
 
@@ -104,9 +104,9 @@ def measure_loads(job: Job, loader: Loader) -> Iterator[list[Series]]:
     small_folder, small = Path(job.small_folder), Model(job.small_gb)
     settings = list(loader.settings(job.place, job.device, job.cores))
     if loader.prepare is not None:
-        loader.prepare(folder, model, job.own_format_bytes)
-        if job.place == COLD:
-            loader.prepare(small_folder, small, job.own_format_bytes)
+        for there, what in ((folder, model), (small_folder, small)):
+            if not all(path.exists() for path in loader.files(there)):
+                loader.prepare(there, what, job.own_format_bytes)
     torch.zeros(1, device=torch_device(job.device))  # the GPU's context
     series = [Series(setting, loader.verification(setting).value) for setting in settings]
     for each in series:

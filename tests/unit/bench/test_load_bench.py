@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -175,16 +176,26 @@ def _instead_of_the_worker(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     [
         ("import os; print('about to', flush=True); os.abort()", "ended with -6: about to"),
         ("raise SystemExit(3)", "ended with 3: it said nothing"),
-        ("import time; time.sleep(600)", "took longer than 1 s"),
     ],
 )
-def test_a_loader_that_crashes_or_hangs_is_one_line_of_the_report(
+def test_a_loader_that_crashes_is_one_line_of_the_report(
     run: load.Run, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
 ) -> None:
-    monkeypatch.setattr(load, "_STEP_S", 1 if "sleep" in code else 60)
     _instead_of_the_worker(monkeypatch, code)
     run.take(Step(TMPFS, "safetensors"))
     assert run.report["failures"] == [{"loader": "safetensors", "place": TMPFS, "reason": reason}]
+
+
+def test_a_loader_that_hangs_is_ended(run: load.Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(load, "_STEP_S", 2)
+    mark = tmp_path / "pid"
+    _instead_of_the_worker(
+        monkeypatch, f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    run.take(Step(TMPFS, "safetensors"))
+    assert [failure["reason"] for failure in run.report["failures"]] == ["took longer than 2 s"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), 0)
 
 
 def test_what_a_loader_measured_before_it_crashed_is_kept(

@@ -148,14 +148,18 @@ def test_cold_is_proven_only_by_a_kernel_that_tells_what_is_cached() -> None:
     assert not is_proven_cold(everything, Residency(2, 100))
 
 
-def test_the_disks_limit_is_measured_on_both_sides_of_ours_and_ours_before_the_others() -> None:
-    steps = list(schedule([TMPFS, COLD], ["a", "b"], ["b"]))
+def test_what_must_be_shown_is_measured_before_the_others_at_the_slower_places() -> None:
+    steps = list(schedule([CACHED, COLD, TMPFS], ["a", "b"], ["b"]))
     assert steps == [
         Step(TMPFS, LIMITS),
         Step(TMPFS, OURS),
         Step(TMPFS, "a"),
+        Step(CACHED, LIMITS),
+        Step(CACHED, OURS),
         Step(COLD, LIMITS),
         Step(COLD, OURS),
         Step(COLD, LIMITS),
+        Step(CACHED, "a"),
         Step(COLD, "a"),
     ]
+    assert {step.place for step in schedule([COLD], ["a"], [OURS])} == {COLD}
