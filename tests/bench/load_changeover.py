@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -53,11 +52,8 @@ def load(folder: Path, device: str, setting: Setting) -> Resident:
             check_against(checkpoint, seal)
         request = _request(checkpoint, seal, _plan(checkpoint, seal, backend), backend)
         opened = time.perf_counter()
-        slabs: Sequence[Slab]
         if verification is Verification.NONE:
-            with ExitStack() as slabs_undo:
-                _, slabs = loading._fill(request, backend, LoadProgress(), threading.Event(), slabs_undo)
-                slabs_undo.pop_all()
+            slabs = _fill(request, backend)
         else:
             slabs = load_and_verify(request, backend, LoadProgress(), threading.Event()).new_slabs
         loaded = time.perf_counter()
@@ -93,6 +89,14 @@ def _plan(checkpoint: Checkpoint, seal: Seal | None, backend: MemoryBackend) -> 
 
 def _request(checkpoint: Checkpoint, seal: Seal | None, plan: Plan, backend: MemoryBackend) -> LoadRequest:
     return LoadRequest(_REF, checkpoint, seal, plan.placement, (), backend.devices()[0])
+
+
+def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:
+    """The reading of a load alone: what the daemon never offers to anyone."""
+    with ExitStack() as undo:
+        _, slabs = loading._fill(request, backend, LoadProgress(), threading.Event(), undo)
+        undo.pop_all()
+    return tuple(slabs)
 
 
 def _settings(place: str, device: str, cores: int) -> list[Setting]:

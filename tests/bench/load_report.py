@@ -45,6 +45,7 @@ class Row:
     gb_s: float
     of_limit: float | None  # the place's lowest limit is 1
     of_unverified: float | None  # the same loader's load without verification is 1
+    alone_gb_s: float | None  # without opening and planning, where the loader tells them apart
     is_right: bool  # every byte was compared with what it must be
     is_cold: bool  # at the cold disk: nothing was cached, and the kernel is known to tell
     remark: str = ""
@@ -93,12 +94,21 @@ def rows(report: Report) -> list[Row]:
                 rate(entry),
                 rate(entry) / ceiling if ceiling else None,
                 rate(entry) / rate(plain) if plain and verification is not Verification.NONE else None,
+                _alone(entry),
                 bool(entry["is_right"]),
                 bool(entry["is_cold"]),
                 _remark(entry, report),
             )
         )
     return sorted(found, key=lambda row: (PLACES.index(row.place), row.loader != OURS, -row.gb_s))
+
+
+def _alone(entry: Mapping[str, Any]) -> float | None:
+    durations = [part["load_s"] for part in entry["parts"] if "load_s" in part]
+    if not durations:
+        return None
+    seconds: float = statistics.median(durations)
+    return float(entry["bytes"]) / seconds / 1e9
 
 
 def _order(entry: Mapping[str, Any]) -> tuple[bool, float]:
@@ -135,7 +145,10 @@ def targets(report: Report) -> list[Target]:
         ceiling = min((known[name] for name in names if name in known), default=None)
         found += [
             _target(
-                f"{place}, {row.verification}: at least {share:.0%} of {' or '.join(names)}",
+                f"{place}, {row.verification}: at least {share:.0%} of {' or '.join(names)}"
+                + (
+                    f" (the load alone: {row.alone_gb_s / ceiling:.3f})" if ceiling and row.alone_gb_s else ""
+                ),
                 row.gb_s / ceiling if ceiling else None,
                 share,
                 is_known=row.is_right and (place != COLD or row.is_cold),
@@ -203,7 +216,7 @@ def _shapes(report: Report, place: str, what: str) -> str:
     return f" ({', '.join(f'{size >> 10} KiB {best[size]:.2f}' for size in sorted(best))})"
 
 
-_HEADER = ("loader", "verified", "GB/s", "of limit", "of unverified", "")
+_HEADER = ("loader", "verified", "GB/s", "of limit", "of unverified", "load alone", "")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -217,6 +230,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.gb_s:.2f}",
         share(row.of_limit),
         share(row.of_unverified),
+        "" if row.alone_gb_s is None else f"{row.alone_gb_s:.2f}",
         row.remark,
     )
 

@@ -140,8 +140,11 @@ def test_tensors_that_are_missing_or_of_another_model_are_noticed() -> None:
 
 
 def test_a_setting_that_fails_is_noted_and_the_others_are_measured(folder: Path) -> None:
+    asked = []
+
     def loading(folder: Path, device: str, setting: Setting) -> Resident:
         if setting["threads"] == 1:
+            asked.append(folder)
             raise RuntimeError("cannot with one")
         return PEERS["safetensors"].load(folder, device, {"backend": "pread"})
 
@@ -149,6 +152,7 @@ def test_a_setting_that_fails_is_noted_and_the_others_are_measured(folder: Path)
     *_, (failed, measured) = measure_loads(job(folder, "picky"), loader)
     assert (failed.error, failed.seconds) == ("RuntimeError: cannot with one", [])
     assert measured.is_right
+    assert asked == [folder], "not again, it would fail again"
 
 
 def test_what_was_just_read_is_in_the_page_cache(folder: Path) -> None:
