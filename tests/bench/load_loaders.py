@@ -6,6 +6,7 @@ being measured.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -139,14 +140,22 @@ def _instanttensor_settings(place: str, device: str, cores: int) -> list[Setting
 def _runai(folder: Path, device: str, setting: Setting) -> Resident:
     from runai_model_streamer import SafetensorsStreamer
 
+    # It asks for the variable at every load.
+    os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] = str(setting["memory_limit_bytes"])
     with SafetensorsStreamer() as streamer:
         streamer.stream_files([str(path) for path in _shards(folder)], device=torch_device(device))
         return Resident(dict(streamer.get_tensors()))
 
 
+def _runai_settings(place: str, device: str, cores: int) -> list[Setting]:
+    # Buffers for everything at once, or few that are used again; from a disk that makes no difference.
+    limits = (5 << 30, -1)
+    return [{"memory_limit_bytes": limit} for limit in (limits[:1] if place == COLD else limits)]
+
+
 def _runai_environment(place: str) -> Mapping[str, str]:
     # It reads past the page cache where it can: that is for the disk.
-    quiet = {"RUNAI_STREAMER_LOG_LEVEL": "ERROR", "RUNAI_STREAMER_MEMORY_LIMIT": "-1"}
+    quiet = {"RUNAI_STREAMER_LOG_LEVEL": "ERROR"}
     return quiet if place == COLD else quiet | {"RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"}
 
 
@@ -197,10 +206,6 @@ def _shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _one_setting(place: str, device: str, cores: int) -> list[Setting]:
-    return [{}]
-
-
 PEERS: Mapping[str, Loader] = MappingProxyType(
     {
         "instanttensor": Loader("instanttensor", _instanttensor, _instanttensor_settings, devices=("cuda",)),
@@ -211,7 +216,7 @@ PEERS: Mapping[str, Loader] = MappingProxyType(
             environment=_fastsafetensors_environment,
         ),
         "runai-model-streamer": Loader(
-            "runai-model-streamer", _runai, _one_setting, environment=_runai_environment
+            "runai-model-streamer", _runai, _runai_settings, environment=_runai_environment
         ),
         "safetensors": Loader("safetensors", _safetensors, _safetensors_settings),
         "tensorizer": Loader(
