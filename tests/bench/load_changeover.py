@@ -8,9 +8,11 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-from loaderd import loading
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
-from loaderd.loading import LoadProgress, LoadRequest, load_and_verify
+from loaderd.crew import Crew
+from loaderd.filling import Filling
+from loaderd.load_request import LoadProgress, LoadRequest, Unpaced
+from loaderd.loading import READERS, load_and_verify
 from loaderd.placement import Residents
 from loaderd.plan import Candidate, DeviceMemory, Plan, plan_push
 from loaderd.seal.check import check_against
@@ -92,11 +94,15 @@ def _request(checkpoint: Checkpoint, seal: Seal | None, plan: Plan, backend: Mem
 
 
 def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:
-    """The reading of a load alone: what the daemon never offers to anyone."""
+    """The reading of a load alone, on as many threads: what the daemon never offers to anyone."""
     with ExitStack() as undo:
-        _, slabs = loading._fill(request, backend, LoadProgress(), threading.Event(), undo)
+        filling = Filling(request, backend, LoadProgress(), Unpaced(), lambda filled, slab: None, undo)
+        with Crew(threading.Event(), READERS) as crew:
+            crew.wait(crew.start(READERS, lambda: filling.read(crew)))
+            crew.check()
+        slabs = filling.slabs
         undo.pop_all()
-    return tuple(slabs)
+    return slabs
 
 
 def _settings(place: str, device: str, cores: int) -> list[Setting]:
