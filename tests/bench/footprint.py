@@ -42,11 +42,13 @@ from tests.support.tiny_models import make_tokenizer
 MIB = 1 << 20
 ALIGNMENT = 256
 BLOCK_BYTES = 64 << 20
-CHILD_TIMEOUT_S = 150
-VARIANTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
+CHILD_TIMEOUT_S = 90
+_SMALL = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}
+VARIANTS: dict[str, tuple[dict[str, str], dict[str, int | bool]]] = {
     "as it is": ({}, {}),
     "no graphs": ({}, {"cuda_graphs": False}),
-    "small cuBLAS workspaces": ({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, {}),
+    "small cuBLAS workspaces": (_SMALL, {}),
+    "small workspaces, 16 sequences": (_SMALL, {"max_sequences": 16}),
 }
 """Name → environment and engine settings of the process that maps."""
 
@@ -139,7 +141,7 @@ class Stages:
         self.readings[name] = self._read()
 
 
-def run_child(connection: socket.socket, options: Options, engine_settings: dict[str, bool]) -> Report:
+def run_child(connection: socket.socket, options: Options, engine_settings: dict[str, int | bool]) -> Report:
     """Do what an inferd does with one version, then with another, then serve."""
     nvml = open_nvml()
     if nvml is None:
@@ -151,9 +153,8 @@ def run_child(connection: socket.socket, options: Options, engine_settings: dict
     backend.free_bytes(entry.device)  # as inferd.daemon does at start
     torch.zeros(1, device="cuda")
     stages.done("context")
-    settings = EngineSettings(
-        kv_cache_bytes=options.kv_bytes, max_sequences=options.sequences, **engine_settings
-    )
+    wishes = {"kv_cache_bytes": options.kv_bytes, "max_sequences": options.sequences} | engine_settings
+    settings = EngineSettings(**wishes)  # type: ignore[arg-type]
     engine = TransformersEngine(settings)
     engine.start()
     report: Report = {"prepare_s": []}
@@ -176,7 +177,7 @@ def run_child(connection: socket.socket, options: Options, engine_settings: dict
     cache = engine._cache
     assert cache is not None
     report["kv_bytes"] = cache._data.nbytes
-    report["decode_ms"] = decode_times(engine, [size for size in (1, 8, 32, 64) if size <= options.sequences])
+    report["decode_ms"] = decode_times(engine, [n for n in (1, 8, 32, 64) if n <= settings.max_sequences])
     stages.done("served")
     engine.stop()
     report["stages"] = {name: asdict(reading) for name, reading in stages.readings.items()}

@@ -3,9 +3,9 @@
 #
 #   tests/gpu/run.sh [OUT [PART...]]   results go to OUT (default build/gpu); PYTHON chooses the interpreter
 #
-# Parts: `tests` (the whole suite, 7 minutes at most), `bench` (5), `points` (16 GB models: where an inferd's
-# memory goes, a hundred swaps; 8, of which the swaps 5), `several` (what needs two GPUs or more, alone; 4),
-# `memory` and `swaps` (the halves of `points`), and `all`, the default: `tests` and `bench`.
+# Parts: `tests` (the whole suite, 7 minutes at most), `bench` (5), `points` (16 GB models: `memory`, where an
+# inferd's goes, 4; `swaps`, a hundred of them, 5; `mixed`, what prompts do to the pace of others, 2), `several`
+# (what needs two GPUs or more, alone; 4), and `all`, the default: `tests` and `bench`.
 # Needs a GPU, torch, pytest with pytest-timeout, nanobind, cmake and a C++20 compiler; no package index:
 # wheels of what this Python lacks can lie in a folder that WHEELS names.
 # Every step has its own limit of time, and a failed one does not keep the next from running; what each had
@@ -43,7 +43,9 @@ build() {
   }
 }
 
-memory() { step footprint 200 "$python" -m tests.bench.footprint --json "$out/footprint.json"; }
+memory() { step footprint 240 "$python" -m tests.bench.footprint --json "$out/footprint.json"; }
+
+mixed() { step mixed 120 "$python" -m tests.bench.mixed_steps --json "$out/mixed.json"; }
 
 swaps() {
   local folder
@@ -75,8 +77,10 @@ for part in "${parts[@]}"; do
         ;;
       points)
         memory
+        mixed
         swaps
         ;;
+      mixed) mixed ;;
       memory) memory ;;
       swaps) swaps ;;
       several)
