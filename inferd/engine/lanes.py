@@ -29,6 +29,9 @@ class Captures:
         self._id = DeviceId(_native.cuda_devices()[index])
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._logits = torch.empty(0, device=device)
+        with torch.cuda.stream(self._stream):
+            self._mark = torch.zeros(1, device=device)
+        self._stream.synchronize()  # nothing is to run on it from here on
         self._open()
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -73,10 +76,8 @@ class Captures:
         self._pool = torch.cuda.graph_pool_handle()
         self._anchor = torch.cuda.CUDAGraph()
         with releases_held(self._id), torch.cuda.stream(self._stream):
-            mark = torch.zeros(1, device=self._device)
-            self._stream.synchronize()
             self._anchor.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            mark.add_(1)
+            self._mark.add_(1)
             self._anchor.capture_end()
 
 

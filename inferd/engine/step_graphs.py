@@ -139,6 +139,7 @@ class StepGraphs:
             logits_to_keep=self._inputs[_ASKED, : self._rows(size)],
         )
 
+    @torch.inference_mode()
     def _compute_in_place(self, size: int) -> None:
         self._logits[: self._rows(size)].copy_(self._compute(size))
 

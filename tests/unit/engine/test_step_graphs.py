@@ -28,7 +28,7 @@ class Replayed:
     """Stands for a captured graph."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self.replay = torch.inference_mode()(work)
+        self.replay = work
         self.is_open = True
 
     def reset(self) -> None:
