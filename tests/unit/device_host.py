@@ -179,11 +179,20 @@ class DeviceHost:
             await self.signal.until(lambda: any(x.name == name for x in self.loaderd.handoff.leases.values()))
         return replica
 
+    async def detach(self, name: str) -> None:
+        """Let an inferd do without loaderd until `attach_again`; it keeps what it maps."""
+        task = self.replicas[name].task
+        task.cancel()
+        await asyncio.wait((task,))
+
+    def attach_again(self, name: str) -> None:
+        replica = self.replicas[name]
+        replica.task = asyncio.create_task(replica.link.run())
+
     async def end(self, name: str) -> None:
         """End an inferd; nothing of it stays mapped."""
+        await self.detach(name)
         replica = self.replicas.pop(name)
-        replica.task.cancel()
-        await asyncio.wait((replica.task,))
         await replica.preparer.shut_down()
         replica.engine.stop()
         replica.backend.check_no_leaks()

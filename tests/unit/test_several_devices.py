@@ -320,9 +320,11 @@ def test_a_copy_that_comes_back_damaged_is_made_again_from_another_device(run: C
         await _both(host)
         await host.push("v1")
         await host.until_serving("v1")
-        await host.stop()
+        await host.detach("b")
+        await host.restart()
+        await host.signal.until(lambda: set(host.copies()) == {A})
         with host.flipped_byte(B):
-            await host.start()
+            host.attach_again("b")
             await host.signal.until(lambda: set(host.copies()) == {A, B})
             assert "inferd.not_adopted" in host.kinds()
         assert (host.backend.read_bytes, host.backend.calls["replicate"]) == (0, VERSION_SLABS)
