@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -442,3 +443,19 @@ def test_metrics_are_per_device(run: Callable[..., None]) -> None:
             assert registry.get_sample_value("changeover_device_total_bytes", {"device": device}) == 64 << 20
 
     run(scenario)
+
+
+def test_memory_of_another_device_than_an_inferd_claims_is_not_taken_back(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        liar = await host.attach("a", A)
+        await host.push("v1")
+        await host.until_serving("v1")
+        await host.stop()
+        liar.link._identity = replace(liar.link._identity, device=B)
+        await host.start()
+        await host.signal.until(lambda: "inferd.not_reconciled" in host.kinds())
+        (entry,) = (each for each in host.history() if each.kind == "inferd.not_reconciled")
+        assert entry.cause == "a is on GPU-b and handed back a slab of GPU-a"
+        assert not host.copies()
+
+    run(scenario, grace_s=20.0)
