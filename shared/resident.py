@@ -38,6 +38,11 @@ class ResidentVersion:
             and sizes == [slab.nbytes for slab in other.layout.slabs]
         )
 
+    def close(self) -> None:
+        """Close every slab, for an owner that shares none of them; waits for the GPU work that uses them."""
+        for slab in self.slabs:
+            slab.close()
+
 
 def content_digest(layout: Layout, assets: Mapping[str, bytes]) -> Digest:
     """The version digest that the layout's tensor digests and the asset files amount to; where the tensors
