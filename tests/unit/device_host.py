@@ -7,8 +7,8 @@ started again over the same memory while inferds go on, as another process would
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from loaderd.daemon import Loaderd
 from loaderd.journal import Journal
 from loaderd.seal.create import seal_directory
 from shared.control import (
+    HistoryEntry,
     OperationReport,
     Push,
     PushReply,
@@ -32,6 +33,8 @@ from shared.control import (
 )
 from shared.gate import Gate
 from shared.ids import DeviceId, Generation, VersionTag
+from shared.messages import InFlight
+from shared.resident import ResidentVersion
 from shared.run_dir import listen_seqpacket
 from shared.supervisor import Supervisor
 from tests.unit.checkpoint_files import content, write_single
@@ -41,6 +44,7 @@ from tests.unit.memory.resources import open_fds
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
 MODEL = "toy"
+OTHER_MODEL = "other"
 TENSOR_BYTES = 700_000
 """Two fit a slab of 2 MiB."""
 
@@ -179,11 +183,20 @@ class DeviceHost:
             await self.signal.until(lambda: any(x.name == name for x in self.loaderd.handoff.leases.values()))
         return replica
 
+    async def detach(self, name: str) -> None:
+        """Let an inferd do without loaderd until `attach_again`; it keeps what it maps."""
+        task = self.replicas[name].task
+        task.cancel()
+        await asyncio.wait((task,))
+
+    def attach_again(self, name: str) -> None:
+        replica = self.replicas[name]
+        replica.task = asyncio.create_task(replica.link.run())
+
     async def end(self, name: str) -> None:
         """End an inferd; nothing of it stays mapped."""
+        await self.detach(name)
         replica = self.replicas.pop(name)
-        replica.task.cancel()
-        await asyncio.wait((replica.task,))
         await replica.preparer.shut_down()
         replica.engine.stop()
         replica.backend.check_no_leaks()
@@ -202,8 +215,9 @@ class DeviceHost:
         assert reply.operation is not None, reply.plan
         return await self.ended(reply.operation)
 
-    async def rollback(self) -> OperationReport:
-        return await self.ended((await self.loaderd.rollback(Rollback())).operation)
+    async def rollback(self, in_flight: InFlight = "finish") -> OperationReport:
+        """Go back and wait for the end, whichever it is."""
+        return await self.ended((await self.loaderd.rollback(Rollback(in_flight=in_flight))).operation)
 
     async def ended(self, operation: str) -> OperationReport:
         known = self.loaderd._host.operations.get(operation)
@@ -238,9 +252,27 @@ class DeviceHost:
         """Bytes of the devices that anybody holds."""
         return {device: self.memory.used[device] for device in self.memory.devices}
 
-    def kinds(self) -> list[str]:
-        """Kinds of the journal's entries, all of them."""
-        return [entry.kind for entry in self.loaderd._host.chronicle.journal.newest(None, 1000)]
+    def copies(self) -> Mapping[DeviceId, ResidentVersion]:
+        """Those of the active version; none while there is none."""
+        active = self.loaderd.deployments[MODEL].active
+        return active.copies if active is not None else {}
+
+    def history(self) -> tuple[HistoryEntry, ...]:
+        """The journal, oldest first."""
+        return self.loaderd._host.chronicle.journal.newest(None, 1000)
+
+    def kinds(self) -> set[str]:
+        """Kinds of the journal's entries."""
+        return {entry.kind for entry in self.history()}
+
+    @contextmanager
+    def flipped_byte(self, device: DeviceId) -> Iterator[None]:
+        """Damage a sealed slab of the device for the time of the block."""
+        slab_id = next(key for key, entry in sorted(self.memory.entries.items()) if entry.device == device)
+        data = self.memory.sealed[slab_id]
+        data[5] ^= 1
+        yield
+        data[5] ^= 1
 
 
 def write_version(
@@ -264,6 +296,7 @@ async def device_host(
     monkeypatch: pytest.MonkeyPatch,
     *,
     devices: Sequence[str] | str = "all",
+    other_devices: Sequence[str] | str = "all",
     capacity_bytes: int = 64 << 20,
     there: tuple[DeviceId, ...] = (A, B),
     grace_s: float = 0.2,
@@ -276,7 +309,7 @@ async def device_host(
             "model_roots": (roots,),
             "slab_bytes": SLAB_BYTES,
             "adopt_grace_s": grace_s,
-            "models": {MODEL: {"devices": devices}},
+            "models": {MODEL: {"devices": devices}, OTHER_MODEL: {"devices": other_devices}},
         }
     )
     memory = FakeMemory(capacity_bytes, there)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog.testing
+from prometheus_client import CollectorRegistry
 
+from loaderd.seal.create import seal_directory
+from shared.control import Verify
 from shared.errors import WarmupFailed
 from shared.memory.backend import Slab
 from tests.unit.device_host import (
     ALL_OTHER,
     CONTENT_BYTES,
     MODEL,
+    OTHER_MODEL,
     SLAB_BYTES,
     TENSOR_BYTES,
     VERSION_BYTES,
@@ -254,3 +260,202 @@ def test_after_a_restart_a_device_without_inferd_gets_its_copy_from_the_other(
         assert (await host.rollback()).inferds_committed == 2
 
     run(scenario)
+
+
+def test_an_inferd_that_comes_later_finds_the_copy_on_its_device(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await host.push("v1")
+        calls = dict(host.backend.calls)
+        await _both(host)
+        tag = await host.until_serving("v1")
+        assert host.serving() == {"a": tag, "b": tag}
+        assert dict(host.backend.calls) == calls
+
+    run(scenario)
+
+
+def test_an_inferd_on_another_device_is_told_where_its_model_is(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await host.attach("b", B, is_awaited=False)
+        await host.signal.until(lambda: "lease.refused" in host.kinds())
+        (entry,) = (each for each in host.history() if each.kind == "lease.refused")
+        assert entry.cause == "inferd is on device GPU-b, versions of toy are on GPU-a"
+
+    run(scenario, devices=(A,))
+
+
+def test_content_of_another_device_is_copied_and_not_read(run: Callable[..., None]) -> None:
+    """A second model of the same bytes, on the other device alone."""
+
+    async def scenario(host: DeviceHost) -> None:
+        write_version(host.folder / "models", "v1", model=OTHER_MODEL)
+        await host.push("v1")
+        assert host.used() == {A: VERSION_BYTES, B: 0}
+        read = host.backend.read_bytes
+        report = await host.push("v1", model=OTHER_MODEL)
+        assert (report.state, report.bytes_read, report.bytes_replicated) == ("done", 0, VERSION_BYTES)
+        assert host.backend.read_bytes == read
+        assert host.used() == {A: VERSION_BYTES, B: VERSION_BYTES}
+        status = await host.status()
+        assert {(v.tag.model, v.devices) for v in status.versions} == {(MODEL, (A,)), (OTHER_MODEL, (B,))}
+
+    run(scenario, devices=(A,), other_devices=(B,))
+
+
+def test_verify_hashes_every_copy_and_names_the_device(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await host.push("v1")
+        sound = await host.loaderd.inquiries.verify(Verify(name="v1"))
+        assert (sound.devices, sound.nbytes, sound.damaged) == ((A, B), 2 * CONTENT_BYTES, ())
+        with host.flipped_byte(B):
+            found = await host.loaderd.inquiries.verify(Verify(name="v1"))
+        assert (found.damaged, found.damaged_devices) == (("t0",), (B,))
+        (entry,) = (each for each in host.history() if each.kind == "version.damaged")
+        assert entry.data["device"] == B
+
+    run(scenario)
+
+
+def test_a_copy_that_comes_back_damaged_is_made_again_from_another_device(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await _both(host)
+        await host.push("v1")
+        await host.until_serving("v1")
+        await host.detach("b")
+        await host.restart()
+        await host.signal.until(lambda: set(host.copies()) == {A})
+        with host.flipped_byte(B):
+            host.attach_again("b")
+            await host.signal.until(lambda: set(host.copies()) == {A, B})
+            assert "inferd.not_adopted" in host.kinds()
+        assert (host.backend.read_bytes, host.backend.calls["replicate"]) == (0, VERSION_SLABS)
+        # The inferd still maps the old slabs; they go with it.
+        assert host.used() == {A: VERSION_BYTES, B: 2 * VERSION_BYTES}
+        await host.end("b")
+        assert host.used() == {A: VERSION_BYTES, B: VERSION_BYTES}
+        await host.attach("b", B)
+        tag = await host.until_serving("v1")
+        assert host.serving() == {"a": tag, "b": tag}
+
+    run(scenario, grace_s=20.0)
+
+
+def test_shared_slabs_stay_shared_where_a_copy_is_made_again(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        write_version(host.folder / "models", "v3", {4: 50})
+        await _both(host)
+        await host.push("v1")
+        await host.push("v3")
+        await host.until_serving("v3")
+        used = host.used()
+        await host.stop()
+        await host.end("b")
+        await host.start()
+        await host.signal.until(lambda: _has_all_copies(host))
+        assert host.used() == used == {A: VERSION_BYTES + SLAB_BYTES, B: VERSION_BYTES + SLAB_BYTES}
+        assert host.backend.calls["replicate"] == VERSION_SLABS + 1
+
+    run(scenario)
+
+
+def test_a_copy_for_which_there_is_no_room_is_told_and_the_other_device_serves_on(
+    run: Callable[..., None],
+) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await _both(host)
+        await host.push("v1")
+        await host.until_serving("v1")
+        await host.stop()
+        await host.end("b")
+        others = host.memory.take(B, host.memory.free_bytes(B) - SLAB_BYTES)
+        await host.start()
+        await host.signal.until(lambda: "version.not_replicated" in host.kinds())
+        tag = await host.until_serving("v1")
+        assert set(host.copies()) == {A}
+        await host.attach("b", B)
+        await host.signal.until(lambda: "inferd.not_reconciled" in host.kinds())
+        assert host.serving() == {"a": tag, "b": None}
+        refused = (await host.ask("v2")).plan
+        assert refused.verdict == "refuse"
+        assert refused.reasons[0].startswith(f"toy-v2 needs {VERSION_BYTES} bytes on GPU-b")
+        host.memory.give_back(others.slab_id)
+        # The next push brings both devices together again, and what it retains is completed when needed.
+        assert (await host.push("v2")).state == "done"
+        await host.until_serving("v2")
+        assert (await host.rollback()).inferds_committed == 2
+        await host.until_serving("v1")
+        assert set(host.copies()) == {A, B}
+
+    run(scenario)
+
+
+def test_a_newer_push_ends_a_load_to_both_devices(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await _both(host)
+        reached, go = threading.Event(), threading.Event()
+
+        def hold(_: object) -> None:
+            reached.set()
+            go.wait(30)
+
+        host.backend.before_read = hold
+        first = await host.ask("v1")
+        assert first.operation is not None
+        await asyncio.to_thread(reached.wait, 30)
+        host.backend.before_read = None
+        second = await host.ask("v2")
+        go.set()
+        assert second.operation is not None
+        assert (await host.ended(first.operation)).state == "superseded"
+        assert (await host.ended(second.operation)).state == "done"
+        tag = await host.until_serving("v2")
+        assert host.serving() == {"a": tag, "b": tag}
+        assert host.used() == {A: VERSION_BYTES, B: VERSION_BYTES}
+
+    run(scenario)
+
+
+def test_a_rollback_that_is_refused_leaves_the_way_back(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        folder = write_version(host.folder / "models", "v3", ALL_OTHER)
+        (folder / "tokenizer.json").write_text("{}")
+        seal_directory(folder)
+        await _both(host)
+        await host.push("v1")
+        await host.push("v3")
+        report = await host.rollback("switch")
+        assert report.state == "refused"
+        assert report.error is not None
+        assert "needs one tokenizer" in report.error.message
+        assert (await host.rollback()).state == "done"
+        await host.until_serving("v1")
+
+    run(scenario)
+
+
+def test_metrics_are_per_device(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        registry = CollectorRegistry()
+        host.loaderd.export_metrics(registry)
+        await host.push("v1")
+        for device in (A, B):
+            assert registry.get_sample_value("changeover_weight_bytes", {"device": device}) == VERSION_BYTES
+            assert registry.get_sample_value("changeover_device_total_bytes", {"device": device}) == 64 << 20
+
+    run(scenario)
+
+
+def test_memory_of_another_device_than_an_inferd_claims_is_not_taken_back(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        liar = await host.attach("a", A)
+        await host.push("v1")
+        await host.until_serving("v1")
+        await host.stop()
+        liar.link._identity = replace(liar.link._identity, device=B)
+        await host.start()
+        await host.signal.until(lambda: "inferd.not_reconciled" in host.kinds())
+        (entry,) = (each for each in host.history() if each.kind == "inferd.not_reconciled")
+        assert entry.cause == "a is on GPU-b and handed back a slab of GPU-a"
+        assert not host.copies()
+
+    run(scenario, grace_s=20.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.slab_table import SlabTable, UserId
 from loaderd.versions import Version, VersionTable
 from shared.errors import InvariantError
-from shared.ids import HOST_DEVICE, Generation, VersionTag
+from shared.ids import HOST_DEVICE, DeviceId, Generation, VersionRef, VersionTag
 from tests.support.resident import make_resident
 from tests.unit.memory.fake_backend import FakeBackend
 
@@ -151,3 +152,29 @@ def test_each_step_is_in_the_history(table: VersionTable, backend: FakeBackend, 
     assert '"to":"active"' in lines[-1]
     assert version.tag.digest in lines[-1]
     table.slabs.close()
+
+
+def test_a_copy_must_be_like_the_others_and_on_a_device_of_its_own(
+    table: VersionTable, backend: FakeBackend
+) -> None:
+    version = _resident(table, backend, "v1")
+    other = make_resident(backend, "v1", {"w": b"another"})
+    with pytest.raises(InvariantError, match="two copies on host"):
+        version.add_copy(HOST_DEVICE, version.content)
+    with pytest.raises(InvariantError, match="two copies on GPU-a"):
+        version.add_copy(DeviceId("GPU-a"), version.content)
+    moved = replace(
+        other, layout=replace(other.layout, slabs=(replace(other.layout.slabs[0], device=DeviceId("GPU-a")),))
+    )
+    with pytest.raises(InvariantError, match="the copy of toy-v1 on GPU-a is another version"):
+        version.add_copy(DeviceId("GPU-a"), moved)
+    assert set(version.copies) == {HOST_DEVICE}
+    other.slabs[0].close()
+    table.slabs.close()
+
+
+def test_a_version_that_is_not_resident_has_no_content(table: VersionTable) -> None:
+    version = table.new(VersionRef("toy", "v1"))
+    assert not version.is_resident
+    with pytest.raises(InvariantError, match="toy-v1 is not resident"):
+        version.content  # noqa: B018
