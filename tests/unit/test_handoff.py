@@ -40,7 +40,7 @@ from shared.errors import (
 )
 from shared.fdpass import SeqpacketChannel
 from shared.gate import Gate
-from shared.handoff import FROM_LOADERD, Hello, Refused, Welcome
+from shared.handoff import FROM_LOADERD, Hello, Refused, Report, Welcome
 from shared.ids import HOST_DEVICE, Epoch, Generation, VersionTag
 from shared.memory.host import HostBackend
 from shared.resident import ResidentVersion, check_identity
@@ -291,8 +291,14 @@ def test_the_pace_holds_until_the_next_or_the_end_of_the_lease(short_path: Path)
         await lease.set_pace(0.02, 0.0)
         v1 = make_resident(pair.writer, "v1", {"w": b"x" * 5000})
         preparing = asyncio.create_task(lease.prepare(v1, 20))
-        seen: set[int] = set()
-        await pair.holder.until(lambda: seen.add(id(lease.last_report)) is None and len(seen) > 5)
+        seen: list[Report | None] = []
+
+        def has_reported_often() -> bool:
+            if all(lease.last_report is not report for report in seen):
+                seen.append(lease.last_report)
+            return len(seen) > 5
+
+        await pair.holder.until(has_reported_often)
         assert pair.states()[0] is SlotState.MAPPING, "nothing is hashed at pace 0"
         assert pair.gate.admitted_bytes == 0
         await lease.set_pace(0.02, math.inf)

@@ -22,6 +22,7 @@ from loaderd.residents import Residents
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import read_seal
 from shared.errors import ChangeoverError, CheckpointError, DigestMismatch, DriverError, OutOfMemory
+from shared.gate import Gate
 from shared.ids import DeviceId, VersionRef
 from shared.memory.backend import Slab
 from shared.resident import ResidentVersion, check_identity, content_digest
@@ -193,7 +194,7 @@ def resident(folder: Path, backend: FakeBackend) -> Iterator[ResidentVersion]:
 
 def test_a_copy_is_made_from_another(resident: ResidentVersion, backend: FakeBackend) -> None:
     reads = backend.calls["read"]
-    made = replicate(resident, B, {}, backend)
+    made = replicate(resident, B, {}, backend, Gate())
     assert made.copy.is_copy_of(resident)
     check_identity(made.copy, hash_bytes=True)
     assert made.nbytes == sum(slab.nbytes for slab in resident.layout.slabs)
@@ -204,10 +205,10 @@ def test_a_copy_is_made_from_another(resident: ResidentVersion, backend: FakeBac
 def test_what_the_device_has_is_neither_copied_nor_hashed_again(
     resident: ResidentVersion, backend: FakeBackend
 ) -> None:
-    whole = replicate(resident, B, {}, backend)
+    whole = replicate(resident, B, {}, backend, Gate())
     known = {resident.slabs[0].entry.slab_id: whole.copy.slabs[0]}
     hashed = backend.calls["sha256"]
-    made = replicate(resident, B, known, backend)
+    made = replicate(resident, B, known, backend, Gate())
     assert made.copy.slabs[0] is whole.copy.slabs[0]
     assert len(made.new_slabs) == len(resident.slabs) - 1
     in_first = sum(tensor.slab == 0 and tensor.nbytes > 0 for tensor in resident.layout.tensors)
@@ -222,7 +223,7 @@ def test_a_copy_that_fails_leaves_nothing(
 ) -> None:
     backend.fail(operation, DriverError("driver", 5, "lost"), nth=nth)  # type: ignore[arg-type]
     with pytest.raises(ChangeoverError, match="lost"):
-        replicate(resident, B, {}, backend)
+        replicate(resident, B, {}, backend, Gate())
     assert backend.memory.used[B] == 0
 
 
@@ -237,14 +238,14 @@ def test_a_copy_that_differs_is_refused_with_tensor_and_device(
 
     monkeypatch.setattr(FakeWritableSlab, "copy_from", damaging)
     with pytest.raises(DigestMismatch, match="the copy on GPU-b is not what it was made from") as caught:
-        replicate(resident, B, {}, backend)
+        replicate(resident, B, {}, backend, Gate())
     assert caught.value.tensor.startswith("layer.")
 
 
 def test_copies_of_other_versions_or_layouts_are_told_apart(
     resident: ResidentVersion, backend: FakeBackend
 ) -> None:
-    made = replicate(resident, B, {}, backend)
+    made = replicate(resident, B, {}, backend, Gate())
     copy = made.copy
     moved = replace(copy.layout, tensors=tuple(reversed(copy.layout.tensors)))
     larger = replace(copy.layout.slabs[0], nbytes=1)
