@@ -39,6 +39,8 @@ class InferdMetrics(Collector):
         counters = (
             ("changeover_engine_steps", "Steps of the engine.", load.steps),
             ("changeover_engine_tokens", "Tokens generated.", load.tokens_generated),
+            ("changeover_decode_steps", "Steps right after another that only decoded.", load.decode_steps),
+            ("changeover_decode_seconds", "What these steps took, all together.", load.decode_ns / 1e9),
             (
                 "changeover_engine_preemptions",
                 "Sequences that lost their blocks for a while.",
