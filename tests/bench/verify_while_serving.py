@@ -159,7 +159,7 @@ class Bench:
 
 
 def measure(host: ServingHost, options: argparse.Namespace) -> Result:
-    """All spells on running daemons; figures as ratios to the quiet spells of the same run."""
+    """All spells on running daemons."""
     host.start_inferd("a", more=f'backend = "{options.backend}"\nlog_level = "warning"')
     host.push("v1")
     with TokenTimes(host.api_socket(), options.clients, options.tokens) as times:
@@ -170,15 +170,20 @@ def measure(host: ServingHost, options: argparse.Namespace) -> Result:
         bench.quiet()
     if times.failures:
         raise SystemExit(f"{len(times.failures)} requests failed, the first with {times.failures[0]}")
-    quiet = [spell["inter_token_ms"] for name, spell in bench.spells if name == "quiet"]
-    result: Result = {"spells": bench.spells, "ratios": {}}
-    for name, spell in bench.spells:
+    return {"spells": bench.spells, "ratios": ratios(bench.spells)}
+
+
+def ratios(spells: list[tuple[str, Result]]) -> Result:
+    """Each spell of work over the mean of the quiet ones before and after it."""
+    found: Result = {}
+    for before, (name, spell), after in zip(spells, spells[1:], spells[2:], strict=False):
         if name != "quiet":
-            result["ratios"][name] = {
-                mark: spell["inter_token_ms"][mark] / (sum(each[mark] for each in quiet) / len(quiet))
+            quiet = [each["inter_token_ms"] for _, each in (before, after)]
+            found[name] = {
+                mark: spell["inter_token_ms"][mark] * 2 / (quiet[0][mark] + quiet[1][mark])
                 for mark in ("p50", "p99")
             }
-    return result
+    return found
 
 
 def show(result: Result) -> None:
