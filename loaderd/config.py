@@ -19,6 +19,7 @@ Timeout = Annotated[float, Field(gt=0, le=86_400)]
 class ModelConfig(ConfigModel):
     """How one model's versions are checked and rolled out."""
 
+    devices: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all"] | None = None  # None: `device`
     verify: Literal["digest", "sealed"] = "digest"
     prepare_timeout_s: Timeout = 600.0  # mapping, building and warming on every inferd
     commit_timeout_s: Timeout = 10.0  # a flip takes microseconds; this is for a hung process
@@ -32,10 +33,10 @@ class LoaderdConfig(ConfigModel):
     state_dir: Path = Path("/var/lib/changeover")
     model_roots: Annotated[tuple[Path, ...], Field(min_length=1)]
     backend: BackendName = "host"
-    device: str | None = None  # full UUID of a GPU; may be left out where there is one
+    device: str | None = None  # full UUID; of models that name none; may be left out where there is one
     legacy_ipc: bool = False  # cuda: blocks of legacy CUDA IPC in place of fds, which inferds could write to
-    memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None  # weights of all versions together
-    pool_bytes: Annotated[int, Field(ge=PIECE_BYTES)] | None = None  # cuda: kept for weights, used or not
+    memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None  # of weights on each device
+    pool_bytes: Annotated[int, Field(ge=PIECE_BYTES)] | None = None  # cuda: on each device, kept for weights
     slab_bytes: Annotated[int, Field(ge=2 << 20)] = 1 << 30
     admin_group: str | None = None  # may push and roll back, beside root and the daemon's user
     inferd_group: str | None = None  # may attach and take weights, and nothing else

@@ -15,7 +15,7 @@ from loaderd.plan import Candidate, DeviceMemory, Plan, Serving, Verdict, plan_p
 from loaderd.seal.check import check_against
 from loaderd.seal.document import Seal, read_seal
 from loaderd.versions import Version, VersionTable
-from shared.control import PlanReport
+from shared.control import DevicePlanReport, PlanReport
 from shared.digest import file_digest
 from shared.errors import CheckpointError, PlanRefused
 from shared.ids import DeviceId, VersionRef
@@ -43,7 +43,6 @@ class Planner:
         self,
         roots: Sequence[Path],
         backend: MemoryBackend,
-        device: DeviceId,
         versions: VersionTable,
         rules: PlacementRules,
         limit_bytes: int | None,
@@ -51,7 +50,6 @@ class Planner:
     ) -> None:
         self._roots = tuple(roots)
         self._backend = backend
-        self._device = device
         self._versions = versions
         self._rules = rules
         self._limit_bytes = limit_bytes
@@ -89,8 +87,14 @@ class Planner:
             raise
         return OpenedCheckpoint(ref, folder, checkpoint, seal)
 
-    def plan(self, opened: OpenedCheckpoint, active: Version | None, retained: Version | None) -> Plan:
-        """Decide what a push would do, from what is resident now."""
+    def plan(
+        self,
+        opened: OpenedCheckpoint,
+        devices: Sequence[DeviceId],
+        active: Version | None,
+        retained: Version | None,
+    ) -> Plan:
+        """Decide what a push to these devices would do, from what is resident now."""
         candidate = Candidate(
             name=opened.folder,
             tensors=opened.checkpoint.tensors,
@@ -103,17 +107,20 @@ class Planner:
         if active is not None:
             serving = Serving(
                 name=self._versions.label(active),
-                layout=active.memory.layout,
+                layout=active.content.layout,
                 config=active.config,
                 assets=active.asset_digests(),
             )
-        memory = DeviceMemory(
-            self._backend.free_bytes(self._device), self._limit_bytes, self._gpus.holders(self._device)
-        )
+        memory = {
+            device: DeviceMemory(
+                self._backend.free_bytes(device), self._limit_bytes, self._gpus.holders(device)
+            )
+            for device in devices
+        }
         return plan_push(
             candidate,
             serving,
-            self._versions.residents(),
+            self._versions.residents(devices),
             memory,
             retained=self._versions.label(retained) if retained is not None else None,
             rules=self._rules,
@@ -142,9 +149,15 @@ def plan_report(plan: Plan, opened: OpenedCheckpoint) -> PlanReport:
         bytes_total=plan.bytes_total,
         bytes_to_read=plan.bytes_to_read,
         bytes_to_share=plan.bytes_to_share,
-        bytes_to_allocate=plan.bytes_to_allocate,
-        peak_bytes=plan.peak_bytes,
-        free_bytes=plan.free_bytes,
+        devices=tuple(
+            DevicePlanReport(
+                device=each.device,
+                bytes_to_allocate=each.bytes_to_allocate,
+                peak_bytes=each.peak_bytes,
+                free_bytes=each.free_bytes,
+            )
+            for each in plan.devices
+        ),
         sweep_first=plan.sweep_first,
         sealed=opened.seal is not None,
     )

@@ -1,7 +1,9 @@
-"""Holding resident bytes against what was read and what the seal says, slab by slab."""
+"""Holding resident bytes against what was read, what the seal says and what other devices have, slab by
+slab."""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +20,8 @@ from shared.resident import Place, hash_batches, resident_leaves
 
 
 class Verification:
-    """What is known of every place of a version.  `check` may run on several threads, for one batch each."""
+    """What is known of every place of a version, in whichever copy it was checked first.  `check` may run on
+    several threads, for one batch each."""
 
     def __init__(self, request: LoadRequest, progress: LoadProgress) -> None:
         """Places that are shared count as verified: they were when they were loaded, and they are what the
@@ -26,7 +29,8 @@ class Verification:
         self._request = request
         self._progress = progress
         self._known: dict[Place, tuple[int, Digest]] = {}
-        self._unknown: dict[int, list[Place]] = defaultdict(list)  # by new slab
+        self._lock = threading.Lock()  # of what is known
+        self._places: dict[int, list[Place]] = defaultdict(list)  # by slab
         self._tensors: dict[Place, list[TensorSource]] = defaultdict(list)
         for source in request.checkpoint.tensors:
             spot = request.placement.places[source.name]
@@ -36,25 +40,31 @@ class Verification:
             name = sources[0].name
             if place[2] == 0:
                 self._known[place] = (0, tensor_digest(b""))
-            elif request.seal is not None and name in shared:
+                continue
+            self._places[place[0]].append(place)
+            if request.seal is not None and name in shared:
                 self._known[place] = (shared[name], request.seal.tensors[name].digest)
-            else:
-                self._unknown[place[0]].append(place)
         progress.add_verified(sum(place[2] for place in self._known))
 
     def batches(self, index: int, slab: Slab) -> list[list[Place]]:
-        """What is to be checked of a new slab, in pieces for one call of `check` each."""
-        return hash_batches(self._unknown[index], {index: slab})
+        """What is to be checked of a slab or of a replica, in pieces for one call of `check` each."""
+        return hash_batches(self._places[index], {index: slab})
 
     def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Place]) -> None:
-        """Hash the places of a batch where they lie.  Raises DigestMismatch unless they are what was read and
-        what the seal says.  Blocking, without the GIL."""
+        """Hash the places of a batch where they lie.  Raises DigestMismatch unless they are what was read,
+        what the seal says and what the other copies have.  Blocking, without the GIL."""
         for place, leaves in zip(batch, resident_leaves(batch, {filled.index: slab}), strict=True):
-            self._known[place] = self._check_place(slab, place, leaves, filled.crcs)
-            self._progress.add_verified(place[2])
+            found = self._check_place(slab, place, leaves, filled.crcs)
+            with self._lock:
+                is_first = place not in self._known
+                known = self._known.setdefault(place, found)
+            if known != found:
+                raise self._mismatch(place, f"is not on {slab.entry.device} what it is elsewhere")
+            if is_first:
+                self._progress.add_verified(place[2])
 
     def layout(self, slabs: Sequence[Slab]) -> Layout:
-        """The layout table, once every batch was checked; slabs in the placement's order."""
+        """The layout table of one copy, once every batch was checked; slabs in the placement's order."""
         tensors = [
             TensorEntry(
                 source.name, source.dtype, source.shape, source.nbytes, *place[:2], *self._known[place]
@@ -69,20 +79,19 @@ class Verification:
         self, slab: Slab, place: Place, leaves: bytes, crcs: Mapping[str, int]
     ) -> tuple[int, Digest]:
         sources = self._tensors[place]
-        first = sources[0]
         _, offset_bytes, nbytes = place
         crc = slab.crc32(offset_bytes, nbytes)
-        # Of several tensors with one content, the plan had one read.
-        read = next(crcs[source.name] for source in sources if source.name in crcs)
+        # Of several tensors with one content, the plan had one read; of a shared one, none.
+        read = next((crcs[source.name] for source in sources if source.name in crcs), crc)
         if crc != read:
-            raise DigestMismatch(
-                f"CRC32 is {crc:08x} where it is resident, {read:08x} when it was read: damaged on the way",
-                file=first.file,
-                tensor=first.name,
-                byte=first.file_offset,
-            )
+            reason = f"CRC32 is {crc:08x} on {slab.entry.device}, {read:08x} when it was read"
+            raise self._mismatch(place, f"{reason}: damaged on the way")
         seal = self._request.seal
         if seal is not None:
             for source in sources:
                 check_tensor(source, seal.tensors[source.name], leaves=leaves, crc32=crc)
         return crc, tensor_digest(leaves)
+
+    def _mismatch(self, place: Place, reason: str) -> DigestMismatch:
+        first = self._tensors[place][0]
+        return DigestMismatch(reason, file=first.file, tensor=first.name, byte=first.file_offset)

@@ -19,6 +19,7 @@ from shared.layout import SlabEntry
 from shared.memory.backend import Slab
 from shared.memory.host_capacity import available_bytes
 from shared.memory.native_slab import FillableSlab, ReadableSlab
+from shared.memory.ranges import check_same_size
 from shared.memory.usage import DeviceUsage
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class WritableHostSlab(FillableSlab[_native.WritableHostSlab]):
     """A slab in host memory that its creator fills (`backend.WritableSlab`)."""
 
     __slots__ = ()
+
+    def copy_from(self, slab: Slab) -> None:
+        check_same_size(self._entry, slab.entry)
+        self.read_file(slab.borrow_fd(), 0, 0, slab.entry.nbytes)
 
     def seal(self) -> HostSlab:
         return HostSlab(self._entry, self._native.seal())
@@ -97,7 +102,9 @@ class HostBackend:
         with self._creating:
             free = self.free_bytes(device)
             if nbytes > free:
-                raise OutOfMemory(what="a slab in host memory", needed_bytes=nbytes, free_bytes=free)
+                raise OutOfMemory(
+                    what="a slab in host memory", needed_bytes=nbytes, free_bytes=free, device=device
+                )
             try:
                 native = _native.create_host_slab(self._budget, entry.slab_id, nbytes)
             except DriverError as error:
@@ -107,13 +114,14 @@ class HostBackend:
                     what=f"a slab in host memory ({error.call})",
                     needed_bytes=nbytes,
                     free_bytes=self.free_bytes(device),
+                    device=device,
                 ) from error
         return WritableHostSlab(entry, native)
 
     def replicate(self, slab: Slab, device: DeviceId) -> HostSlab:
         """As `backend.MemoryBackend`; there is one device, so this is a second copy in host memory."""
         with self.create_slab(device, slab.entry.nbytes) as replica:
-            replica.read_file(slab.borrow_fd(), 0, 0, slab.entry.nbytes)
+            replica.copy_from(slab)
             return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> HostSlab:

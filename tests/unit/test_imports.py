@@ -45,6 +45,7 @@ PURE = (
     "loaderd.placement",
     "loaderd.plan",
     "loaderd.read_schedule",
+    "loaderd.residents",
     "loaderd.rollout",
     "loaderd.seal.document",
     "loaderd.slab_table",

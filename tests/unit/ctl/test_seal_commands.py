@@ -97,7 +97,7 @@ def test_a_name_without_a_slash_is_a_resident_version_even_where_a_folder_has_it
         assert daemon.asked[0].body.model_dump() == {"verb": "verify", "name": "tiny-v1"}
     assert (ran.code, ran.stderr) == (0, "")
     assert ran.stdout.splitlines() == [
-        "smollm2-v2: 272 tensors, 257.0 MiB hashed in 250 ms, 1.0 GiB/s, against its seal",
+        "smollm2-v2: 272 tensors on host, 257.0 MiB hashed in 250 ms, 1.0 GiB/s, against its seal",
         f"  digest   {reports.DIGEST_2}",
     ]
 
@@ -112,7 +112,11 @@ def test_resident_damage_is_exit_3_and_names_every_tensor(tmp_path: Path, is_jso
     if is_json:
         assert ran.json_lines[0]["exit_code"] == 3
     else:
-        assert ran.stdout.splitlines()[-2:] == ["  damaged  a.weight", "  damaged  b.weight"]
+        assert ran.stdout.splitlines()[-3:] == [
+            "  on       host",
+            "  damaged  a.weight",
+            "  damaged  b.weight",
+        ]
 
 
 def test_ctrl_c_stops_the_hashing_at_its_next_chunk_and_gives_the_signal_back() -> None:

@@ -88,8 +88,12 @@ def test_a_version_is_called_as_its_folder() -> None:
 
 
 def test_a_plan_that_gives_up_the_way_back_says_so() -> None:
-    lines = [line.text for line in plan_lines(reports.plan(free_bytes=MIB, sweep_first=True))]
-    assert any("allocate 64.0 MiB of 1.0 MiB free, peak of all weights 66.0 MiB" in line for line in lines)
+    devices = (reports.on_device("GPU-1"), reports.on_device("GPU-2", free_bytes=MIB))
+    lines = [line.text for line in plan_lines(reports.plan(devices=devices, sweep_first=True))]
+    assert [line for line in lines if "memory of" in line] == [
+        "  memory of GPU-1: allocate 64.0 MiB of 6.0 GiB free, peak of all weights 66.0 MiB",
+        "  memory of GPU-2: allocate 64.0 MiB of 1.0 MiB free, peak of all weights 66.0 MiB",
+    ]
     assert any("cannot be rolled back to" in line for line in lines)
 
 
