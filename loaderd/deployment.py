@@ -17,6 +17,7 @@ from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
 from loaderd.operations import Kind, Operation, Operations
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
+from loaderd.proving import hash_signed
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.versions import Version, VersionTable
 from shared.control import ModelReport
@@ -117,6 +118,9 @@ class Deployment:
         versions = self._host.versions
         version = versions.new(operation.ref)
         try:
+            if not opened.is_proven:
+                self._cancel_load = threading.Event()
+                opened = await hash_signed(operation, opened, self._host.operations, self._cancel_load)
             # Planned here, not when the client was answered: an operation before this one may have
             # changed what is resident.
             plan = self._host.planner.plan(opened, self.active, self.retained)
@@ -143,7 +147,7 @@ class Deployment:
                 versions.slabs.add(slab, version.user)
             version.resident = loaded.version
             version.config = dict(opened.checkpoint.config)
-            version.verified = "sealed" if opened.seal is not None else "digest"
+            version.verified = opened.verified
             operation.tag = loaded.version.tag
             operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
             if expected is not None and loaded.version.tag.digest != expected:

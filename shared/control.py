@@ -111,10 +111,11 @@ class PlanReport(WireModel):
     free_bytes: Count
     sweep_first: bool = False
     sealed: bool = False
+    signed: bool = False  # by a trusted key
 
 
 OperationState = Literal["running", "done", "refused", "failed", "superseded"]
-Stage = Literal["planning", "loading", "verifying", "preparing", "committing", "finished"]
+Stage = Literal["planning", "hashing", "loading", "verifying", "preparing", "committing", "finished"]
 
 
 class OperationReport(WireModel):
@@ -170,7 +171,7 @@ class VersionReport(WireModel):
     nbytes: Count
     shared_bytes: Count = 0  # of nbytes, also used by another version
     tensors: Count
-    verified: Literal["digest", "sealed"]
+    verified: Literal["digest", "sealed", "signed"]
     epoch: Count | None = None
     holders: tuple[HolderReport, ...] = ()
 
@@ -280,7 +281,7 @@ class VerifyReport(WireModel):
     """Outcome of hashing resident bytes; `damaged` names tensors whose bytes changed."""
 
     tag: Tag
-    against: Literal["digest", "sealed"]
+    against: Literal["digest", "sealed", "signed"]
     tensors: Count
     nbytes: Count
     seconds: Seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -17,6 +17,7 @@ from loaderd.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
     SEAL_FILE,
+    SIGNATURE_FILE,
     SINGLE_FILE,
     is_partial,
     is_weight_like,
@@ -135,6 +136,18 @@ class Checkpoint:
                 raise CheckpointError(
                     "appeared or went away while the unsealed folder was read", file=shown(changed[0])
                 )
+
+    def read_signature(self, limit_bytes: int) -> bytes | None:
+        """`model.sig`, if the folder holds one; a change to it counts from here on.  Blocking."""
+        return self._read_optional(SIGNATURE_FILE, limit_bytes)
+
+    def tree(self, is_ignored: Callable[[str], bool]) -> dict[str, bool]:
+        """Every file below the folder now, and whether it is a symlink; see `Folder.tree`.  Blocking."""
+        return self._folder.tree(is_ignored)
+
+    def open_below(self, path: str) -> SourceFile:
+        """Open any file below the folder; the caller owns it."""
+        return SourceFile(path, self._folder.open_below(path))
 
     def close(self) -> None:
         """Close all fds; closing again does nothing."""

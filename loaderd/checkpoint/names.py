@@ -5,6 +5,7 @@ from __future__ import annotations
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SEAL_FILE = "seal.json"
+SIGNATURE_FILE = "model.sig"
 CONFIG_FILE = "config.json"
 
 TOKENIZER_FILES = frozenset(

@@ -1,10 +1,10 @@
-"""One pass over a weight file: its flat SHA-256, and CRC32 and leaves of every tensor."""
+"""One pass over a file: its flat SHA-256 and, of a weight file, CRC32 and leaves of every tensor."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,34 +33,51 @@ class TensorScan:
 
 @dataclass(frozen=True, slots=True)
 class FileScan:
-    """What a weight file's bytes hash to."""
+    """What a file's bytes hash to; only a weight file has tensors."""
 
     sha256: Digest
     tensors: Mapping[str, TensorScan]
 
 
 def scan_checkpoint(
-    checkpoint: Checkpoint, *, jobs: int = 1, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    others: Sequence[str] = (),
+    *,
+    has_weights: bool = True,
+    jobs: int = 1,
+    progress: Progress | None = None,
 ) -> dict[str, FileScan]:
-    """Read every weight file once, `jobs` at a time, each through one buffer of 4 MiB.
+    """Read every weight file once, unless told not to, and the `others`: paths of files below the folder.
 
-    Blocking.  Raises CheckpointError if a file ends early, DriverError on a read error; the first
-    error stops the other files.
+    `jobs` files at a time, each through one buffer of 4 MiB.  Blocking.  Raises CheckpointError if a
+    file ends early or one of the others changes, DriverError on a read error; the first error, also
+    one that `progress` raises, stops the other files.
     """
-    by_file: dict[str, list[TensorSource]] = {file: [] for file in checkpoint.files}
+    by_file: dict[str, list[TensorSource]] = {file: [] for file in checkpoint.files if has_weights}
     for tensor in checkpoint.tensors:
-        by_file[tensor.file].append(tensor)
-    meter = _Meter(sum(checkpoint.file_bytes(file) for file in checkpoint.files), progress)
+        if has_weights:
+            by_file[tensor.file].append(tensor)
+    total_bytes = sum(checkpoint.file_bytes(file) for file in by_file)
+    for path in others:
+        with checkpoint.open_below(path) as source:
+            total_bytes += source.nbytes
+    meter = _Meter(total_bytes, progress)
 
     def scan(file: str) -> FileScan:
         try:
-            return _FileReader(checkpoint, file, meter).scan(by_file[file])
+            if file in by_file:
+                fd, nbytes = checkpoint.borrow_fd(file), checkpoint.file_bytes(file)
+                return _FileReader(file, fd, nbytes, meter).scan(by_file[file])
+            with checkpoint.open_below(file) as source:
+                done = _FileReader(file, source.borrow_fd(), source.nbytes, meter).scan([])
+                source.verify_unchanged()
+                return done
         except BaseException:
             meter.stop()
             raise
 
     with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="scan") as pool:
-        futures = {file: pool.submit(scan, file) for file in checkpoint.files}
+        futures = {file: pool.submit(scan, file) for file in (*by_file, *others)}
         scans: dict[str, FileScan] = {}
         stopped: _StoppedError | None = None
         for file, future in futures.items():
@@ -102,10 +119,10 @@ class _Meter:
 class _FileReader:
     """Reads one file front to back."""
 
-    def __init__(self, checkpoint: Checkpoint, file: str, meter: _Meter) -> None:
+    def __init__(self, file: str, borrow_fd: int, nbytes: int, meter: _Meter) -> None:
         self._file = file
-        self._fd = checkpoint.borrow_fd(file)
-        self._nbytes = checkpoint.file_bytes(file)
+        self._fd = borrow_fd
+        self._nbytes = nbytes
         self._meter = meter
         self._buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(self._nbytes, 1))))
         self._offset = 0

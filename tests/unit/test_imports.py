@@ -46,6 +46,8 @@ PURE = (
     "loaderd.plan",
     "loaderd.rollout",
     "loaderd.seal.document",
+    "loaderd.signature.bundle",
+    "loaderd.signature.statement",
     "loaderd.slab_table",
     "shared.asset_bundle",
     "shared.codec",

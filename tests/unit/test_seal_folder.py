@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from loaderd.checkpoint import replacement
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.checkpoint.header import TensorSource
-from loaderd.seal import create
 from loaderd.seal import scan as scan_module
 from loaderd.seal.check import check_against, check_tensor, verify_directory
 from loaderd.seal.create import seal_directory
@@ -286,7 +286,7 @@ def test_a_seal_is_whole_or_not_there(folder: Path, monkeypatch: pytest.MonkeyPa
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(create.os, call, fail)
+    monkeypatch.setattr(replacement.os, call, fail)
     with pytest.raises(DriverError, match=r"write failed with 28: seal\.json: No space left"):
         seal_directory(folder)
     assert read_seal((folder / "seal.json").read_bytes()) == before
@@ -305,8 +305,8 @@ def test_a_seal_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch:
         calls.append(f"rename to {target}")
         rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
-    monkeypatch.setattr(create.os, "fsync", spy_fsync)
-    monkeypatch.setattr(create.os, "rename", spy_rename)
+    monkeypatch.setattr(replacement.os, "fsync", spy_fsync)
+    monkeypatch.setattr(replacement.os, "rename", spy_rename)
     seal_directory(folder)
     assert calls == ["fsync file", "rename to seal.json", "fsync folder"]
 
