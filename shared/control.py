@@ -247,6 +247,7 @@ class FolderReport(WireModel):
     name: str
     root: str
     sealed: bool
+    seal_fault: str = ""  # why its seal cannot be read, where it has one
     nbytes: Count
     resident: bool
 

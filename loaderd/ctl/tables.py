@@ -191,7 +191,7 @@ def folders(reports: Iterable[FolderReport]) -> RenderableType:
         table.add_row(
             _plain(report.name),
             _plain(size(report.nbytes)),
-            _plain("yes" if report.sealed else "no"),
+            _plain("broken", "red") if report.seal_fault else _plain("yes" if report.sealed else "no"),
             _plain("yes" if report.resident else "no"),
             _plain(report.root),
         )
