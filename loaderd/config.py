@@ -19,6 +19,8 @@ Timeout = Annotated[float, Field(gt=0, le=86_400)]
 
 
 def _read_key(value: object) -> TrustedKey:
+    if isinstance(value, TrustedKey):
+        return value
     if not isinstance(value, str):
         raise PydanticCustomError("trusted_key", "Input should be the path of a PEM file")
     try:

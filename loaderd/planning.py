@@ -66,6 +66,32 @@ class OpenedCheckpoint:
         self.checkpoint.close()
 
 
+def open_checked(
+    roots: Sequence[Path], folder: str, ref: VersionRef, config: ModelConfig
+) -> OpenedCheckpoint:
+    """What `Planner.open` gives.  Blocking."""
+    checkpoint = open_checkpoint(roots, folder)
+    try:
+        seal = signed = None
+        if config.verify == "signed":
+            # Before the seal is parsed: an altered one is told as such.
+            signed = check_signature(checkpoint, config.trusted_keys)
+        if checkpoint.seal_bytes is not None:
+            seal = read_seal(checkpoint.seal_bytes)
+            check_against(checkpoint, seal)
+            if signed is not None:
+                check_seal(signed, seal)
+        elif config.verify == "sealed":
+            raise CheckpointError(
+                f"has no seal.json, and {ref.model} is served sealed only (seal it with `loaderctl seal`)",
+                file=folder,
+            )
+    except BaseException:
+        checkpoint.close()
+        raise
+    return OpenedCheckpoint(ref, folder, checkpoint, seal, signed)
+
+
 class Planner:
     """Plans pushes against what is resident.  Used from the event loop's thread only."""
 
@@ -94,36 +120,13 @@ class Planner:
         Raises UnknownVersion, CheckpointError or DigestMismatch with file, tensor and byte, and
         CheckpointError or SignatureRefused if the policy asks for what there is not.
         """
-        opening = asyncio.ensure_future(asyncio.to_thread(self._open, folder, ref, config))
+        opening = asyncio.ensure_future(asyncio.to_thread(open_checked, self._roots, folder, ref, config))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
             # The caller's deadline passed; the thread goes on, and what it opens is nobody's.
             opening.add_done_callback(_close_opened)
             raise
-
-    def _open(self, folder: str, ref: VersionRef, config: ModelConfig) -> OpenedCheckpoint:
-        checkpoint = open_checkpoint(self._roots, folder)
-        try:
-            seal = signed = None
-            if config.verify == "signed":
-                # Before the seal is parsed: an altered one is told as such.
-                signed = check_signature(checkpoint, config.trusted_keys)
-            if checkpoint.seal_bytes is not None:
-                seal = read_seal(checkpoint.seal_bytes)
-                check_against(checkpoint, seal)
-                if signed is not None:
-                    check_seal(signed, seal)
-            elif config.verify == "sealed":
-                raise CheckpointError(
-                    f"has no seal.json, and {ref.model} is served sealed only (seal it with "
-                    f"`loaderctl seal`)",
-                    file=folder,
-                )
-        except BaseException:
-            checkpoint.close()
-            raise
-        return OpenedCheckpoint(ref, folder, checkpoint, seal, signed)
 
     def plan(self, opened: OpenedCheckpoint, active: Version | None, retained: Version | None) -> Plan:
         """Decide what a push would do, from what is resident now."""

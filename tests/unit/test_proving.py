@@ -186,8 +186,7 @@ def test_an_end_of_the_daemon_waits_for_the_thread(
         operation: Operation, task: asyncio.Task[OpenedCheckpoint], cancelled: threading.Event
     ) -> None:
         task.cancel()
-        while not cancelled.is_set():
-            await asyncio.sleep(0)
+        await asyncio.to_thread(cancelled.wait)
 
     story = run_slowly(folder, keys, operations, monkeypatch, cancel)
     assert story == ["the thread was told", "CancelledError"]

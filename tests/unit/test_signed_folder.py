@@ -12,14 +12,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.checkpoint.folder import Folder
+from loaderd.config import ModelConfig
+from loaderd.planning import open_checked
 from loaderd.seal import create
 from loaderd.seal.check import verify_directory
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
 from loaderd.signature.bundle import SIGNATURE_LIMIT_BYTES
-from loaderd.signature.check import SignedFolder, check_seal, check_signature, prove
+from loaderd.signature.check import SignedFolder, check_signature, prove
 from loaderd.signature.statement import Statement
 from shared.errors import CheckpointError, DigestMismatch, SignatureRefused
+from shared.ids import VersionRef
 from tests.support.signing import (
     KeyPair,
     make_keys,
@@ -69,10 +72,7 @@ def signed(folder: Path, keys: KeyPair) -> Path:
 def opened(folder: Path, keys: KeyPair) -> SignedFolder:
     """What is checked before anything is loaded."""
     with open_directory(folder) as checkpoint:
-        signed = check_signature(checkpoint, (keys.trusted,))
-        if checkpoint.seal_bytes is not None:
-            check_seal(signed, read_seal(checkpoint.seal_bytes))
-        return signed
+        return check_signature(checkpoint, (keys.trusted,))
 
 
 def proven(folder: Path, keys: KeyPair) -> Seal:
@@ -269,9 +269,11 @@ def test_a_seal_and_a_signature_of_different_contents(signed: Path, keys: KeyPai
         entry["digest"] = "0" * 64
 
     resign(signed, keys, other_digest)
-    message = refusal(signed, keys)
-    assert message.startswith("a.safetensors: the seal says sha256:")
-    assert message.endswith(f"the signature sha256:{'0' * 64}: they are of different contents")
+    config = ModelConfig(verify="signed", trusted_keys=(keys.trusted,))
+    with pytest.raises(SignatureRefused) as caught:
+        open_checked((signed.parent,), signed.name, VersionRef("m", "v1"), config)
+    assert caught.value.message.startswith("a.safetensors: the seal says sha256:")
+    assert caught.value.message.endswith(f"the signature sha256:{'0' * 64}: they are of different contents")
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/a/c"])
