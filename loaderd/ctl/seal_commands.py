@@ -33,7 +33,9 @@ _MOST_JOBS = 32
 
 Jobs = Annotated[
     int | None,
-    typer.Option(min=1, max=64, metavar="N", help="Files to hash side by side.", show_default=False),
+    typer.Option(
+        min=1, max=64, metavar="N", help="Threads that hash; as many files side by side.", show_default=False
+    ),
 ]
 Hashing = Callable[[HashProgress], Seal]
 

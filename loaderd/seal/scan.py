@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -49,7 +49,8 @@ def scan_checkpoint(
 ) -> dict[str, FileScan]:
     """Read every weight file once, unless told not to, and the `others`: paths of files below the folder.
 
-    `jobs` files at a time, each through one buffer of 4 MiB.  Blocking.  Raises CheckpointError if a
+    On `jobs` threads: so many files at a time, each through one buffer of 4 MiB; a weight file takes two
+    threads where there are fewer files.  Blocking.  Raises CheckpointError if a
     file ends early or one of the others changes, DriverError on a read error; the first error, also
     one that `progress` raises, stops the other files.
     """
@@ -62,12 +63,13 @@ def scan_checkpoint(
         with checkpoint.open_below(path) as source:
             total_bytes += source.nbytes
     meter = _Meter(total_bytes, progress)
+    spare = max(0, jobs - len(by_file) - len(others))
 
     def scan(file: str) -> FileScan:
         try:
             if file in by_file:
                 fd, nbytes = checkpoint.borrow_fd(file), checkpoint.file_bytes(file)
-                return _FileReader(file, fd, nbytes, meter).scan(by_file[file])
+                return _FileReader(file, fd, nbytes, meter, helpers if spare else None).scan(by_file[file])
             with checkpoint.open_below(file) as source:
                 done = _FileReader(file, source.borrow_fd(), source.nbytes, meter).scan([])
                 source.verify_unchanged()
@@ -76,7 +78,10 @@ def scan_checkpoint(
             meter.stop()
             raise
 
-    with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="scan") as pool:
+    with (
+        ThreadPoolExecutor(max_workers=max(spare, 1), thread_name_prefix="scan-flat") as helpers,
+        ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="scan") as pool,
+    ):
         futures = {file: pool.submit(scan, file) for file in (*by_file, *others)}
         scans: dict[str, FileScan] = {}
         stopped: _StoppedError | None = None
@@ -117,9 +122,11 @@ class _Meter:
 
 
 class _FileReader:
-    """Reads one file front to back."""
+    """Reads one file front to back; with a helper, leaves and flat digest are computed side by side."""
 
-    def __init__(self, file: str, borrow_fd: int, nbytes: int, meter: _Meter) -> None:
+    def __init__(
+        self, file: str, borrow_fd: int, nbytes: int, meter: _Meter, helper: Executor | None = None
+    ) -> None:
         self._file = file
         self._fd = borrow_fd
         self._nbytes = nbytes
@@ -127,6 +134,8 @@ class _FileReader:
         self._buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(self._nbytes, 1))))
         self._offset = 0
         self._flat = sha256()
+        self._helper = helper
+        self._hashing: Future[None] | None = None  # the flat digest of what is in the buffer
 
     def scan(self, tensors: list[TensorSource]) -> FileScan:
         with suppress(OSError):  # advice only
@@ -136,6 +145,7 @@ class _FileReader:
             self._skip_to(tensor.file_offset)
             scans[tensor.name] = self._tensor(tensor)
         self._skip_to(self._nbytes)
+        self._await_flat()
         return FileScan(digest_of(self._flat.digest()), scans)
 
     def _tensor(self, tensor: TensorSource) -> TensorScan:
@@ -157,6 +167,7 @@ class _FileReader:
 
     def _read(self, nbytes: int) -> memoryview:
         """The next `nbytes`, valid until the next call."""
+        self._await_flat()
         done = 0
         while done < nbytes:
             try:
@@ -173,7 +184,14 @@ class _FileReader:
                 )
             done += count
         chunk = self._buffer[:nbytes]
-        self._flat.update(chunk)
+        if self._helper is None:
+            self._flat.update(chunk)
+        else:
+            self._hashing = self._helper.submit(self._flat.update, chunk)
         self._offset += nbytes
         self._meter.add(nbytes)
         return chunk
+
+    def _await_flat(self) -> None:
+        if self._hashing is not None:
+            self._hashing.result()

@@ -61,7 +61,7 @@ def held_against_seal(folder: Path) -> None:
         check_against(checkpoint, read_seal(checkpoint.seal_bytes))
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, 2, 4])
 def test_a_seal_says_what_the_folder_holds(folder: Path, jobs: int) -> None:
     seen: list[tuple[int, int]] = []
     seal = seal_directory(folder, jobs=jobs, progress=lambda done, total: seen.append((done, total)))
@@ -120,6 +120,41 @@ def test_a_scan_reads_in_chunks_of_bounded_size(folder: Path, monkeypatch: pytes
     assert max(sizes) == 2 * LEAF_BYTES
     assert seal.tensors["big"].leaves == sha256_leaves(BIG, LEAF_BYTES)
     assert seal.tensors["big"].crc32 == crc32(BIG)
+
+
+def test_the_buffer_is_not_read_into_while_it_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_single(tmp_path / "m-v1", {"big": ("U8", [len(BIG)], BIG)})
+    expected = seal_directory(folder, jobs=1)
+    preadv = os.preadv
+    busy: list[int] = []
+    reads: list[int] = []
+
+    class Slow:
+        def __init__(self) -> None:
+            self._state = hashlib.sha256()
+
+        def update(self, chunk: memoryview) -> None:
+            busy.append(threading.get_ident())
+            threading.Event().wait(0.01)  # long enough for a reader that does not wait
+            self._state.update(chunk)
+            busy.pop()
+
+        def digest(self) -> bytes:
+            assert not busy
+            return self._state.digest()
+
+    def spy(fd: int, buffers: list[memoryview], offset: int) -> int:
+        assert not busy
+        reads.append(offset)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(scan_module, "sha256", Slow)
+    monkeypatch.setattr(os, "preadv", spy)
+    monkeypatch.setattr(scan_module, "_CHUNK_BYTES", LEAF_BYTES)
+    assert seal_directory(folder, jobs=2) == expected
+    assert len(reads) == 1 + 6
 
 
 @pytest.mark.parametrize(
