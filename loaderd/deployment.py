@@ -14,7 +14,8 @@ from loaderd.config import ModelConfig
 from loaderd.gpu_watch import GpuWatch
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
-from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
+from loaderd.load_request import LoadProgress, LoadRequest
+from loaderd.loading import Loaded, load_and_verify
 from loaderd.operations import Kind, Operation, Operations
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
 from loaderd.proving import hash_signed

@@ -29,6 +29,11 @@ class ResidentVersion:
     slabs: tuple[Slab, ...]  # in the order of layout.slabs
     assets: Mapping[str, bytes]
 
+    def close(self) -> None:
+        """Close every slab, for an owner that shares none of them; waits for the GPU work that uses them."""
+        for slab in self.slabs:
+            slab.close()
+
 
 def content_digest(layout: Layout, assets: Mapping[str, bytes]) -> Digest:
     """The version digest that the layout's tensor digests and the asset files amount to."""
@@ -42,8 +47,9 @@ Place = tuple[int, int, int]
 """Slab (index), offset and bytes: where one tensor, or several with the same content, lie."""
 
 
-def hash_batches(places: Iterable[Place], slabs: Sequence[Slab]) -> list[list[Place]]:
-    """Places of one slab each, as many together as the slab's backend likes to hash in one call."""
+def hash_batches(places: Iterable[Place], slabs: Mapping[int, Slab]) -> list[list[Place]]:
+    """Places of one slab each, as many together as the slab's backend likes to hash in one call; `slabs`
+    has those that the places name."""
     batches: list[list[Place]] = []
     filled = 0
     for place in sorted(places):
@@ -58,7 +64,7 @@ def hash_batches(places: Iterable[Place], slabs: Sequence[Slab]) -> list[list[Pl
     return batches
 
 
-def resident_leaves(batch: Sequence[Place], slabs: Sequence[Slab]) -> list[bytes]:
+def resident_leaves(batch: Sequence[Place], slabs: Mapping[int, Slab]) -> list[bytes]:
     """Leaves of the bytes that lie at the places of one batch now.  Blocking, without the GIL."""
     ranges = [(offset, nbytes) for _, offset, nbytes in batch]
     return slabs[batch[0][0]].sha256_leaves_of(ranges, LEAF_BYTES)
@@ -72,19 +78,20 @@ def damaged_tensors(
     Hashes every distinct place once; `on_verified` gets the bytes of each, on a worker's thread.
     Blocking: about 1 s per 2.5 GB and thread on the host.
     """
+    slabs = dict(enumerate(version.slabs))
     places: dict[Place, list[TensorEntry]] = {}
     for tensor in version.layout.tensors:
         places.setdefault((tensor.slab, tensor.offset_bytes, tensor.nbytes), []).append(tensor)
 
     def check(batch: list[Place]) -> list[str]:
         damaged: list[str] = []
-        for place, leaves in zip(batch, resident_leaves(batch, version.slabs), strict=True):
+        for place, leaves in zip(batch, resident_leaves(batch, slabs), strict=True):
             found = tensor_digest(leaves)
             damaged += [tensor.name for tensor in places[place] if tensor.digest != found]
             on_verified(place[2])
         return damaged
 
-    batches = hash_batches((place for place in places if place[2]), version.slabs)
+    batches = hash_batches((place for place in places if place[2]), slabs)
     with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hash") as workers:
         damaged = [name for names in workers.map(check, batches) for name in names]
     nothing = tensor_digest(b"")

@@ -44,6 +44,7 @@ PURE = (
     "loaderd.lifecycle",
     "loaderd.placement",
     "loaderd.plan",
+    "loaderd.read_schedule",
     "loaderd.rollout",
     "loaderd.seal.document",
     "loaderd.signature.bundle",

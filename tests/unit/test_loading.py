@@ -12,14 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
-from loaderd.loading import Loaded, LoadProgress, LoadRequest, load_and_verify
+from loaderd.load_request import LoadProgress, LoadRequest, Pace
+from loaderd.loading import Loaded, load_and_verify
 from loaderd.placement import PlacementRules, Residents, place
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
 from shared.errors import CheckpointError, DigestMismatch, DriverError, OutOfMemory, Superseded
 from shared.ids import HOST_DEVICE, SlabId, VersionRef
 from shared.resident import check_identity
-from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeWritableSlab
+from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeSlab, FakeWritableSlab
 
 REF = VersionRef("toy", "v1")
 RULES = PlacementRules(slab_bytes=256 << 10, read_bytes=64 << 10, granularity_bytes=4096)
@@ -51,12 +52,13 @@ def _load(
     *,
     progress: LoadProgress | None = None,
     cancelled: threading.Event | None = None,
+    pace: Pace | None = None,
 ) -> Loaded:
     seal: Seal | None = read_seal(checkpoint.seal_bytes) if checkpoint.seal_bytes else None
     digests = seal.tensor_digests if seal is not None else {}
     placement = place(checkpoint.tensors, digests, Residents(), RULES)
     request = LoadRequest(REF, checkpoint, seal, placement, (), HOST_DEVICE)
-    return load_and_verify(request, backend, progress or LoadProgress(), cancelled or threading.Event())
+    return load_and_verify(request, backend, progress or LoadProgress(), cancelled or threading.Event(), pace)
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
@@ -158,6 +160,89 @@ def test_a_file_that_is_cut_while_it_is_read(folder: Path, backend: FakeBackend)
         backend.before_read = lambda _: os.truncate(folder / "model.safetensors", 5000)
         with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor '.*: ends early"):
             _load(checkpoint, backend)
+
+
+def test_a_sealed_folder_that_changes_while_it_is_read_is_not_called_damaged(
+    folder: Path, backend: FakeBackend
+) -> None:
+    seal_directory(folder)
+    with open_directory(folder) as checkpoint:
+        victim = next(t for t in checkpoint.tensors if t.name == "layer.3.w")
+
+        def overwrite(_: SlabId) -> None:
+            with (folder / "model.safetensors").open("r+b") as file:
+                file.seek(victim.file_offset)
+                file.write(b"other bytes")
+
+        backend.before_read = overwrite
+        with pytest.raises(CheckpointError, match="changed while it was read"):
+            _load(checkpoint, backend)
+
+
+def test_a_slab_is_verified_while_the_next_is_still_read(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, has_hashed = SlabId("fake-0"), threading.Event()
+    hash_leaves = FakeSlab.sha256_leaves
+    waited: list[bool] = []
+
+    def note(self: FakeSlab, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
+        leaves = hash_leaves(self, offset_bytes, nbytes, leaf_bytes)
+        if self.entry.slab_id == first:
+            has_hashed.set()
+        return leaves
+
+    def hold(slab_id: SlabId) -> None:
+        if slab_id != first:
+            waited.append(has_hashed.wait(20))
+
+    monkeypatch.setattr(FakeSlab, "sha256_leaves", note)
+    backend.before_read = hold
+    with open_directory(folder) as checkpoint:
+        for slab in _load(checkpoint, backend).new_slabs:
+            slab.close()
+    assert waited
+    assert all(waited)
+
+
+def test_a_difference_ends_the_reading(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loaderd.loading.READERS", 1)
+    first, has_failed = SlabId("fake-0"), threading.Event()
+
+    def fail(self: FakeSlab, offset_bytes: int, nbytes: int) -> int:
+        has_failed.set()
+        return 1
+
+    def hold(slab_id: SlabId) -> None:
+        if slab_id != first:
+            has_failed.wait(20)
+
+    monkeypatch.setattr(FakeSlab, "crc32", fail)
+    backend.before_read = hold
+    with open_directory(folder) as checkpoint:
+        extents = len(place(checkpoint.tensors, {}, Residents(), RULES).reads)
+        with pytest.raises(DigestMismatch, match="damaged on the way"):
+            _load(checkpoint, backend)
+    assert backend.calls["read"] < extents
+
+
+def test_reads_and_hashes_are_paced(folder: Path, backend: FakeBackend) -> None:
+    class Meter:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.admitted = 0
+
+        def admit(self, nbytes: int) -> None:
+            with self.lock:
+                self.admitted += nbytes
+
+    meter = Meter()
+    with open_directory(folder) as checkpoint:
+        for slab in _load(checkpoint, backend, pace=meter).new_slabs:
+            slab.close()
+        assert meter.admitted == 2 * checkpoint.total_bytes, "once to read, once to hash"
 
 
 def test_a_load_can_be_ended(folder: Path, backend: FakeBackend) -> None:

@@ -1,0 +1,62 @@
+"""What a load is asked for, how far it is, and who may slow it down."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from loaderd.checkpoint.checkpoint import Checkpoint
+from loaderd.placement import Placement
+from loaderd.seal.document import Seal
+from shared.ids import DeviceId, VersionRef
+from shared.memory.backend import Slab
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What to load and where; the checkpoint and the shared slabs stay the caller's."""
+
+    ref: VersionRef
+    checkpoint: Checkpoint
+    seal: Seal | None
+    placement: Placement
+    shared_slabs: tuple[Slab, ...]  # in the order of placement.shared_slabs
+    device: DeviceId
+
+
+class LoadProgress:
+    """Byte counters that workers raise and the event loop reads.  Slabs are hashed while others are read,
+    so both rise together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.read = 0
+        self.verified = 0
+        self.is_verifying = False  # everything is read, the rest is hashing
+
+    def add_read(self, nbytes: int) -> None:
+        """Count bytes that are in memory."""
+        with self._lock:
+            self.read += nbytes
+
+    def add_verified(self, nbytes: int) -> None:
+        """Count bytes that were hashed where they lie."""
+        with self._lock:
+            self.verified += nbytes
+
+
+class Pace(Protocol):
+    """Decides when a load goes on, so that it can yield to requests."""
+
+    def admit(self, nbytes: int) -> None:
+        """Return when so many bytes may be read or hashed.  Called by many threads; may block, and returns
+        at once where the load was ended meanwhile."""
+        ...
+
+
+class Unpaced:
+    """As fast as the machine can."""
+
+    def admit(self, nbytes: int) -> None:
+        """At once."""
