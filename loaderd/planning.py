@@ -137,6 +137,7 @@ class Planner:
             config=opened.checkpoint.config,
             assets={name: file_digest(data) for name, data in opened.checkpoint.assets.items()},
             ignored=opened.checkpoint.ignored,
+            is_signed=opened.signed is not None,
         )
         serving = None
         if active is not None:

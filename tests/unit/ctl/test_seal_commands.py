@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from loaderd.ctl import tables
 from loaderd.ctl.hash_progress import HashProgress
 from loaderd.ctl.terminal import Terminal
 from tests.support.signing import KeyPair, make_keys
@@ -101,6 +102,19 @@ def test_a_name_without_a_slash_is_a_resident_version_even_where_a_folder_has_it
         "smollm2-v2: 272 tensors, 257.0 MiB hashed in 250 ms, 1.0 GiB/s, against its seal",
         f"  digest   {reports.DIGEST_2}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("against", "words"),
+    [
+        ("sealed", "against its seal"),
+        ("signed", "against what was signed"),
+        ("digest", "against the digests taken when it was loaded"),
+    ],
+)
+def test_a_report_says_what_a_version_was_held_against(against: str, words: str) -> None:
+    report = reports.verification().model_copy(update={"against": against})
+    assert next(tables.verification(report)).endswith(words)
 
 
 @pytest.mark.parametrize("is_json", [False, True])
