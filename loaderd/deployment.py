@@ -156,7 +156,10 @@ class Deployment:
                     f"the folder now holds {loaded.version.tag.digest}, {expected} was active",
                     file=opened.folder,
                 )
-            versions.advance(version, VersionEvent.VERIFY, "every resident byte is verified", operation.id)
+            cause = "every resident byte is verified"
+            if opened.signed is not None:
+                cause += f", as signed with key {opened.signed.key.hint[:12]}"
+            versions.advance(version, VersionEvent.VERIFY, cause, operation.id)
         except BaseException as error:
             versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
             self.collect()

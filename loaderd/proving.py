@@ -37,6 +37,8 @@ async def hash_signed(
         # The thread must be out of the files before anyone closes them.
         cancelled.set()
         await asyncio.wait((work,))
+        if not work.cancelled():
+            work.exception()  # has been seen: what is raised here is the cause
         raise
     finally:
         operation.bytes_read = operation.bytes_total = 0

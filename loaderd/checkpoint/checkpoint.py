@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -33,6 +35,14 @@ ASSET_LIMIT_BYTES = 64 << 20
 SEAL_LIMIT_BYTES = 512 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedHeader:
+    """The beginning of a weight file as it was parsed, for whoever reads it again."""
+
+    nbytes: int  # with the length before it
+    sha256: bytes
+
+
 class Checkpoint:
     """A checkpoint whose headers were checked.  Owns the fds of its folder and weight files.
 
@@ -48,6 +58,7 @@ class Checkpoint:
         with ExitStack() as undo:
             self._folder = undo.enter_context(take_folder)
             self._sources: dict[str, SourceFile] = {}
+            self._headers: dict[str, ParsedHeader] = {}
             self._identities: dict[str, FileIdentity] = {}
             self._names = take_folder.names()
             self.name = take_folder.name
@@ -99,6 +110,10 @@ class Checkpoint:
     def borrow_folder_fd(self) -> int:
         """The folder's fd (O_PATH); it stays owned by the checkpoint."""
         return self._folder.borrow_fd()
+
+    def header(self, file: str) -> ParsedHeader:
+        """The header that the tensors of a weight file were taken from."""
+        return self._headers[file]
 
     def file_bytes(self, file: str) -> int:
         """Size of a weight file when it was opened."""
@@ -187,8 +202,11 @@ class Checkpoint:
             raise CheckpointError("is named by the index and does not exist", file=file)
         source = undo.enter_context(SourceFile.open(self._folder, file))
         self._sources[file] = source
-        length = header_length(source.read(0, PREFIX_BYTES), file=file, file_bytes=source.nbytes)
-        return parse_header(source.read(PREFIX_BYTES, length), file=file, file_bytes=source.nbytes)
+        prefix = source.read(0, PREFIX_BYTES)
+        length = header_length(prefix, file=file, file_bytes=source.nbytes)
+        raw = source.read(PREFIX_BYTES, length)
+        self._headers[file] = ParsedHeader(len(prefix) + len(raw), sha256(prefix + raw).digest())
+        return parse_header(raw, file=file, file_bytes=source.nbytes)
 
     def _read_assets(self) -> dict[str, bytes]:
         assets: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""Which files of a folder mean what.  Everything not named here is never opened."""
+"""Which files of a folder mean what.  What is not named here is never loaded."""
 
 from __future__ import annotations
 

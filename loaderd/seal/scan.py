@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 
-from loaderd.checkpoint.checkpoint import Checkpoint
+from loaderd.checkpoint.checkpoint import Checkpoint, ParsedHeader
 from loaderd.checkpoint.header import TensorSource
 from shared._native import crc32, sha256_leaves
 from shared.digest import LEAF_BYTES, digest_of
@@ -69,7 +69,9 @@ def scan_checkpoint(
         try:
             if file in by_file:
                 fd, nbytes = checkpoint.borrow_fd(file), checkpoint.file_bytes(file)
-                return _FileReader(file, fd, nbytes, meter, helpers if spare else None).scan(by_file[file])
+                reader = _FileReader(file, fd, nbytes, meter, helpers if spare else None)
+                reader.check_header(checkpoint.header(file))
+                return reader.scan(by_file[file])
             with checkpoint.open_below(file) as source:
                 done = _FileReader(file, source.borrow_fd(), source.nbytes, meter).scan([])
                 source.verify_unchanged()
@@ -137,6 +139,17 @@ class _FileReader:
         self._helper = helper
         self._hashing: Future[None] | None = None  # the flat digest of what is in the buffer
 
+    def check_header(self, parsed: ParsedHeader) -> None:
+        """Read the header; raises CheckpointError unless it is the one that says where the tensors are.
+
+        Times of files are too coarse to show that alone: what is hashed must be what was parsed.
+        """
+        found = sha256()
+        while self._offset < parsed.nbytes:
+            found.update(self._read(min(parsed.nbytes - self._offset, _CHUNK_BYTES)))
+        if found.digest() != parsed.sha256:
+            raise CheckpointError("its header changed since it was parsed", file=self._file, byte=0)
+
     def scan(self, tensors: list[TensorSource]) -> FileScan:
         with suppress(OSError):  # advice only
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -161,7 +174,7 @@ class _FileReader:
         return TensorScan(checksum, bytes(leaves))
 
     def _skip_to(self, offset: int) -> None:
-        """Hash what belongs to no tensor: the header, and tensors that the index leaves out."""
+        """Hash what belongs to no tensor, which the index leaves out."""
         while self._offset < offset:
             self._read(min(offset - self._offset, _CHUNK_BYTES))
 

@@ -113,11 +113,14 @@ def _read(path: Path) -> tuple[bytes, int]:
     """The file and its mode; never waits for a pipe."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
+        try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
                 raise KeyRefused(f"{path}: is not a regular file", file=str(path))
-            raw = file.read(KEY_LIMIT_BYTES + 1)
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                raw = file.read(KEY_LIMIT_BYTES + 1)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise KeyRefused(f"{path}: {error.strerror}", file=str(path)) from error
     if len(raw) > KEY_LIMIT_BYTES:

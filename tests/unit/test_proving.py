@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -148,6 +149,8 @@ def run_slowly(
     monkeypatch.setattr(planning, "prove", slow)
 
     async def scenario() -> None:
+        # Called when a future goes whose error nobody has looked at.
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: story.append("unseen"))
         before = opened(folder, keys)
         operation = operations.start("push", REF)
         cancelled = threading.Event()
@@ -162,6 +165,7 @@ def run_slowly(
         before.close()
 
     asyncio.run(scenario())
+    gc.collect()
     return story
 
 

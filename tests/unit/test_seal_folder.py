@@ -128,7 +128,7 @@ def test_the_buffer_is_not_read_into_while_it_is_hashed(
     folder = write_single(tmp_path / "m-v1", {"big": ("U8", [len(BIG)], BIG)})
     expected = seal_directory(folder, jobs=1)
     preadv = os.preadv
-    busy: list[int] = []
+    busy: list[Slow] = []
     reads: list[int] = []
 
     class Slow:
@@ -136,13 +136,13 @@ def test_the_buffer_is_not_read_into_while_it_is_hashed(
             self._state = hashlib.sha256()
 
         def update(self, chunk: memoryview) -> None:
-            busy.append(threading.get_ident())
+            busy.append(self)
             threading.Event().wait(0.01)  # long enough for a reader that does not wait
             self._state.update(chunk)
-            busy.pop()
+            busy.remove(self)
 
         def digest(self) -> bytes:
-            assert not busy
+            assert self not in busy
             return self._state.digest()
 
     def spy(fd: int, buffers: list[memoryview], offset: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -342,6 +343,15 @@ def test_a_sealed_folder_without_other_files_is_not_read_twice(
 # --- changes meanwhile ---------------------------------------------------------------------------
 
 
+def swapped_offsets(raw: bytes) -> bytes:
+    """A file of the same tensors that says of each that it is where the other is."""
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    first, second = header
+    header[first], header[second] = header[second], header[first]
+    return raw[:8] + json.dumps(header).encode() + raw[8 + length :]
+
+
 def test_a_file_that_is_rewritten_while_it_is_hashed(folder: Path, keys: KeyPair) -> None:
     sign_by_reference(folder, keys)
 
@@ -352,6 +362,24 @@ def test_a_file_that_is_rewritten_while_it_is_hashed(folder: Path, keys: KeyPair
         signed = check_signature(checkpoint, (keys.trusted,))
         with pytest.raises(CheckpointError, match=r"^README\.md: changed while it was read"):
             prove(checkpoint, signed, None, progress=write)
+
+
+def test_a_header_that_is_swapped_back_before_it_is_hashed(
+    folder: Path, keys: KeyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tensors whose places were exchanged while the header was parsed, within one tick of the clock."""
+    good = (folder / "a.safetensors").read_bytes()
+    bad = swapped_offsets(good)
+    sign_by_reference(folder, keys)
+    with (folder / "a.safetensors").open("r+b") as file:
+        file.write(bad)
+    with open_directory(folder) as checkpoint:
+        signed = check_signature(checkpoint, (keys.trusted,))
+        with (folder / "a.safetensors").open("r+b") as file:
+            file.write(good)
+        monkeypatch.setattr(Checkpoint, "verify_unchanged", lambda checkpoint: None)
+        with pytest.raises(CheckpointError, match=r"^a\.safetensors: byte 0: its header changed"):
+            prove(checkpoint, signed, None)
 
 
 def test_a_signature_that_is_replaced_while_a_folder_is_read(signed: Path, keys: KeyPair) -> None:

@@ -111,7 +111,7 @@ def test_files_that_hold_no_key(tmp_path: Path, keys: KeyPair) -> None:
     for wrong, public, private in (
         ("file", "No such file", "No such file"),
         ("pipe", "is not a regular file", "is not a regular file"),
-        (".", "Is a directory|is not a regular file", "Is a directory|is not a regular file"),
+        (".", "is not a regular file", "is not a regular file"),
     ):
         with pytest.raises(KeyRefused, match=public):
             TrustedKey.read(tmp_path / wrong)
