@@ -59,7 +59,9 @@ def found(name: str) -> str:
     seed = int(message.partition(f"python -m tests.fuzz {name} --seed ")[2].split()[0])
     with pytest.raises(FuzzFailure) as again:
         run(TARGETS[name], (seed,))
-    assert str(again.value) == message
+    # The reference reader names any one of the tensors at fault, so its words may differ.
+    assert str(again.value).partition("\n")[2] == message.partition("\n")[2]
+    assert str(again.value).partition(":")[0] == message.partition(":")[0]
     return message
 
 
