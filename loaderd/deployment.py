@@ -20,6 +20,7 @@ from loaderd.loading import Loaded, load_and_verify
 from loaderd.model_devices import ModelDevices
 from loaderd.operations import Kind, Operation, Operations
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
+from loaderd.proving import hash_signed
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.versions import Version, VersionTable
 from shared.control import ModelReport
@@ -124,6 +125,9 @@ class Deployment:
         version = versions.new(operation.ref)
         sources = versions.new_user()
         try:
+            if not opened.is_proven:
+                self._cancel_load = threading.Event()
+                opened = await hash_signed(operation, opened, self._host.operations, self._cancel_load)
             # Planned here, not when the client was answered: an operation before this one may have
             # changed what is resident.
             plan = self._host.planner.plan(opened, self.devices, self.active, self.retained)
@@ -152,7 +156,7 @@ class Deployment:
             for device, copy in loaded.copies.items():
                 version.add_copy(device, copy)
             version.config = dict(opened.checkpoint.config)
-            version.verified = "sealed" if opened.seal is not None else "digest"
+            version.verified = opened.verified
             operation.tag = version.tag
             operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
             operation.bytes_replicated, operation.replicate_s = loaded.bytes_replicated, loaded.replicate_s
@@ -161,7 +165,10 @@ class Deployment:
                     f"the folder now holds {version.tag.digest}, {expected} was active",
                     file=opened.folder,
                 )
-            versions.advance(version, VersionEvent.VERIFY, "every resident byte is verified", operation.id)
+            cause = "every resident byte is verified"
+            if opened.signed is not None:
+                cause += f", as signed with key {opened.signed.key.hint[:12]}"
+            versions.advance(version, VersionEvent.VERIFY, cause, operation.id)
         except BaseException as error:
             versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
             self.collect()

@@ -20,7 +20,7 @@ from shared.ids import DeviceId, Digest, Epoch, VersionRef, VersionTag
 from shared.messages import Tag
 from shared.resident import ResidentVersion
 
-Verified = Literal["digest", "sealed"]
+Verified = Literal["digest", "sealed", "signed"]
 
 
 @dataclass(slots=True)
