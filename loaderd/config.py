@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
+from loaderd.signature.keys import KeyRefused, TrustedKey
 from loaderd.throttle import Limits
 from shared.config_file import ConfigModel
 from shared.memory.pool import PIECE_BYTES
@@ -17,14 +19,34 @@ from shared.run_dir import DEFAULT_RUN_DIR
 Timeout = Annotated[float, Field(gt=0, le=86_400)]
 
 
+def _read_key(value: object) -> TrustedKey:
+    if isinstance(value, TrustedKey):
+        return value
+    if not isinstance(value, str):
+        raise PydanticCustomError("trusted_key", "Input should be the path of a PEM file")
+    try:
+        return TrustedKey.read(Path(value))
+    except KeyRefused as error:
+        raise PydanticCustomError("trusted_key", "{reason}", {"reason": error.message}) from error
+
+
 class ModelConfig(ConfigModel):
     """How one model's versions are checked and rolled out."""
 
     devices: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all"] | None = None  # None: `device`
-    verify: Literal["digest", "sealed"] = "digest"
+    verify: Literal["digest", "sealed", "signed"] = "digest"
+    trusted_keys: tuple[Annotated[TrustedKey, PlainValidator(_read_key)], ...] = ()  # read with the file
     prepare_timeout_s: Timeout = 600.0  # mapping, building and warming on every inferd
     commit_timeout_s: Timeout = 10.0  # a flip takes microseconds; this is for a hung process
     drain_timeout_s: Timeout = 300.0  # requests still running on a version whose slot is needed
+
+    @model_validator(mode="after")
+    def _keys_go_with_signed(self) -> Self:
+        if (self.verify == "signed") != bool(self.trusted_keys):
+            raise PydanticCustomError(
+                "trusted_keys", "trusted_keys and verify = 'signed' are of no use without each other"
+            )
+        return self
 
 
 class LoaderdConfig(ConfigModel):

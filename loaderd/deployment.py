@@ -21,6 +21,7 @@ from loaderd.model_devices import ModelDevices
 from loaderd.operations import Kind, Operation, Operations
 from loaderd.pace import Pace
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
+from loaderd.proving import hash_signed
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.versions import Version, VersionTable
 from shared.control import ModelReport
@@ -127,6 +128,12 @@ class Deployment:
         version = versions.new(operation.ref)
         sources = versions.new_user()
         try:
+            if not opened.is_proven:
+                self._cancel_load = threading.Event()
+                with self._host.pace.work(f"hashing {operation.ref}", ended=self._cancel_load) as work:
+                    opened = await hash_signed(
+                        operation, opened, self._host.operations, self._cancel_load, work
+                    )
             # Planned here, not when the client was answered: an operation before this one may have
             # changed what is resident.
             plan = self._host.planner.plan(opened, self.devices, self.active, self.retained)
@@ -158,7 +165,7 @@ class Deployment:
                 version.add_copy(device, copy)
             version.config = dict(opened.checkpoint.config)
             version.files = {source.name: source.file for source in opened.checkpoint.tensors}
-            version.verified = "sealed" if opened.seal is not None else "digest"
+            version.verified = opened.verified
             operation.tag = version.tag
             operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
             operation.bytes_replicated, operation.replicate_s = loaded.bytes_replicated, loaded.replicate_s
@@ -167,7 +174,10 @@ class Deployment:
                     f"the folder now holds {version.tag.digest}, {expected} was active",
                     file=opened.folder,
                 )
-            versions.advance(version, VersionEvent.VERIFY, "every resident byte is verified", operation.id)
+            cause = "every resident byte is verified"
+            if opened.signed is not None:
+                cause += f", as signed with key {opened.signed.key.hint[:12]}"
+            versions.advance(version, VersionEvent.VERIFY, cause, operation.id)
         except BaseException as error:
             versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
             self.collect()

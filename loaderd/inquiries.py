@@ -17,6 +17,7 @@ from loaderd.deployment import Deployment, Host
 from loaderd.lifecycle import VersionState
 from loaderd.scrub import Scrub
 from loaderd.seal.document import read_seal
+from loaderd.seal.glance import SealGlance
 from loaderd.versions import Version
 from shared.control import (
     Diff,
@@ -37,7 +38,7 @@ from shared.control import (
 )
 from shared.errors import InvalidRequest, ResourceError, UnknownVersion
 from shared.ids import DeviceId, Digest
-from shared.messages import Tag
+from shared.messages import FACT_CHARACTERS, Tag, cut_text
 
 Found = TypeVar("Found")
 
@@ -62,6 +63,7 @@ class Inquiries:
         # One thread, and not one of those that pushes use: anyone may ask.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="inquiry")
         self._folder_reads = 0
+        self._seals = SealGlance()
 
     def close(self) -> None:
         """Drop what nobody waits for any more."""
@@ -94,7 +96,7 @@ class Inquiries:
 
     async def versions(self, _: Versions) -> VersionsReport:
         """Resident versions, and the folders below the model roots."""
-        folders = await self._read(lambda: list_folders(self._roots))
+        folders = await self._read(lambda: list_folders(self._roots, self._seals.fault))
         resident = {str(version.ref) for version in self._host.versions if version.is_resident}
         return VersionsReport(
             resident=self._resident(),
@@ -103,6 +105,7 @@ class Inquiries:
                     name=folder.name,
                     root=str(folder.root),
                     sealed=folder.is_sealed,
+                    seal_fault=cut_text(folder.seal_fault, FACT_CHARACTERS),
                     nbytes=folder.nbytes,
                     resident=folder.name in resident,
                 )

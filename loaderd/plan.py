@@ -50,6 +50,7 @@ class Candidate:
     config: Mapping[str, object]
     assets: Mapping[str, Digest]  # flat SHA-256 by file name
     ignored: Sequence[str] = ()
+    is_signed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +339,11 @@ def _load_warnings(candidate: Candidate, placement: Placement) -> tuple[str, ...
     lines = list(candidate.ignored[:_NAMED])
     if len(candidate.ignored) > _NAMED:
         lines.append(f"{len(candidate.ignored) - _NAMED} more files or tensors of the folder are ignored")
-    if not candidate.digests:
+    if not candidate.digests and candidate.is_signed:
+        lines.append(
+            f"{candidate.name} has no seal: all of it is hashed before it is loaded, and only then shared"
+        )
+    elif not candidate.digests:
         lines.append(f"{candidate.name} has no seal: nothing can be shared, and only reading it shows damage")
     elif not placement.reads:
         lines.append(f"all tensors of {candidate.name} are resident already")

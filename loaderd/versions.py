@@ -22,7 +22,7 @@ from shared.layout import Layout
 from shared.messages import Tag
 from shared.resident import ResidentVersion
 
-Verified = Literal["digest", "sealed"]
+Verified = Literal["digest", "sealed", "signed"]
 
 
 @dataclass(slots=True)

@@ -118,10 +118,11 @@ class PlanReport(WireModel):
     devices: tuple[DevicePlanReport, ...]  # each is to have a copy
     sweep_first: bool = False
     sealed: bool = False
+    signed: bool = False  # by a trusted key
 
 
 OperationState = Literal["running", "done", "refused", "failed", "superseded"]
-Stage = Literal["planning", "loading", "verifying", "preparing", "committing", "finished"]
+Stage = Literal["planning", "hashing", "loading", "verifying", "preparing", "committing", "finished"]
 
 
 class OperationReport(WireModel):
@@ -186,7 +187,7 @@ class VersionReport(WireModel):
     nbytes: Count  # of one copy
     shared_bytes: Count = 0  # of nbytes, also used by another version
     tensors: Count
-    verified: Literal["digest", "sealed"]
+    verified: Literal["digest", "sealed", "signed"]
     epoch: Count | None = None
     damaged: tuple[str, ...] = ()  # tensors, the first DAMAGED_SHOWN
     holders: tuple[HolderReport, ...] = ()
@@ -265,6 +266,7 @@ class FolderReport(WireModel):
     name: str
     root: str
     sealed: bool
+    seal_fault: str = ""  # why its seal cannot be read, where it has one
     nbytes: Count
     resident: bool
 
@@ -299,7 +301,7 @@ class VerifyReport(WireModel):
     """Outcome of hashing the resident bytes of every copy; `damaged` names tensors whose bytes changed."""
 
     tag: Tag
-    against: Literal["digest", "sealed"]
+    against: Literal["digest", "sealed", "signed"]
     devices: tuple[str, ...]  # whose copies were hashed
     tensors: Count
     nbytes: Count  # of all copies

@@ -126,6 +126,12 @@ class DigestMismatch(CheckpointError):
     code = "digest_mismatch"
 
 
+class SignatureRefused(CheckpointError):
+    """A folder's signature is missing, malformed, of no trusted key, or not about what the folder holds."""
+
+    code = "signature"
+
+
 class WarmupFailed(CallerError):
     """A version was mapped and built, but trial prompts show that it cannot serve."""
 

@@ -171,7 +171,7 @@ def progress_detail(report: OperationReport, verify_bytes: int = 0) -> str:
     while `report.bytes_total` counts only those that are read.
     """
     match report.stage:
-        case "loading":
+        case "hashing" | "loading":
             speed = rate(report.bytes_read, report.load_s)
             return _amount(report.bytes_read, report.bytes_total, speed) + _throttled(report)
         case "verifying":

@@ -25,10 +25,11 @@ _OUTCOME_STYLE = {ExitCode.DONE: "bold green", ExitCode.SUPERSEDED: "bold yellow
 
 def plan_lines(plan: PlanReport) -> Iterator[Line]:
     """What a push would do, its warnings and, where it is refused, every reason."""
+    trust = ", ".join(word for word, holds in (("signed", plan.signed), ("sealed", plan.sealed)) if holds)
     yield Line(f"plan for {plan.name}: {plan.verdict}", _VERDICT_STYLE[plan.verdict])
     yield Line(
         f"  read {size(plan.bytes_to_read)}, share {size(plan.bytes_to_share)} already resident, "
-        f"of {size(plan.bytes_total)} in {plan.tensors} tensors ({'sealed' if plan.sealed else 'not sealed'})"
+        f"of {size(plan.bytes_total)} in {plan.tensors} tensors ({trust or 'not sealed'})"
     )
     for device in plan.devices:
         yield Line(

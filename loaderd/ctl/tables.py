@@ -209,7 +209,7 @@ def folders(reports: Iterable[FolderReport]) -> RenderableType:
         table.add_row(
             _plain(report.name),
             _plain(size(report.nbytes)),
-            _plain("yes" if report.sealed else "no"),
+            _plain("broken", "red") if report.seal_fault else _plain("yes" if report.sealed else "no"),
             _plain("yes" if report.resident else "no"),
             _plain(report.root),
         )
@@ -242,10 +242,17 @@ def history(report: HistoryReport) -> RenderableType:
     return table
 
 
+_AGAINST = {
+    "digest": "the digests taken when it was loaded",
+    "sealed": "its seal",
+    "signed": "what was signed",
+}
+
+
 def verification(report: VerifyReport) -> Iterator[str]:
     """The outcome of hashing what is resident, in lines."""
     name = f"{report.tag.model}-{report.tag.version}"
-    against = "its seal" if report.against == "sealed" else "the digests taken when it was loaded"
+    against = _AGAINST[report.against]
     speed = rate(report.nbytes, report.seconds)
     speed = f", {speed}" if speed else ""
     yield (

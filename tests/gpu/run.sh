@@ -5,7 +5,7 @@
 #
 # Parts: `tests` (the whole suite, 7 minutes at most), `bench` (5), `points` (16 GB models: `memory`, where an
 # inferd's goes, 4; `swaps`, a hundred of them, 6; `mixed`, what prompts do to the pace of others, 2), `several`
-# (what needs two GPUs or more, alone; 4), and `all`, the default: `tests` and `bench`.
+# (what needs two GPUs or more, alone; 9), and `all`, the default: `tests` and `bench`.
 # Needs a GPU, torch, pytest with pytest-timeout, nanobind, cmake and a C++20 compiler; no package index:
 # wheels of what this Python lacks can lie in a folder that WHEELS names.
 # Every step has its own limit of time, and a failed one does not keep the next from running; what each had
@@ -55,6 +55,13 @@ swaps() {
   rm -rf "$folder"
 }
 
+pushes() { # to all GPUs through loaderd
+  local folder
+  folder=$(mktemp -d /dev/shm/changeover-bench-XXXXXX)
+  step pushes 240 "$python" -m tests.bench.several_gpus --folder "$folder/models" --json "$out/pushes.json"
+  rm -rf "$folder"
+}
+
 if [[ -n ${WHEELS:-} ]]; then
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
@@ -85,7 +92,9 @@ for part in "${parts[@]}"; do
       swaps) swaps ;;
       several)
         step several 120 "$python" -m pytest -q tests/gpu/test_several_gpus.py tests/unit/memory/test_backend_contract.py
+        step daemons 300 "$python" -m pytest -q --durations=10 tests/gpu/test_daemons_on_several_gpus.py
         step replicas 120 "$python" -m tests.bench.cuda --only-replicas --json "$out/replicas.json"
+        pushes
         ;;
       *)
         echo "no such part: $each" >&2

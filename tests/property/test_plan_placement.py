@@ -14,7 +14,7 @@ from loaderd.placement import Placement, PlacementRules, place
 from loaderd.plan import Candidate, DeviceMemory, Serving, Verdict, plan_push
 from loaderd.residents import Residents
 from shared.digest import digest_bytes, file_digest
-from shared.ids import HOST_DEVICE, Digest, SlabId
+from shared.ids import HOST_DEVICE, DeviceId, Digest, SlabId
 from shared.layout import ALIGNMENT_BYTES, Layout, SlabEntry, TensorEntry
 from shared.layout_table import decode_layout, encode_layout
 
@@ -236,3 +236,64 @@ def test_a_plan_that_is_not_refused_fits(
     if plan.verdict is Verdict.COLD:
         assert plan.reasons
         assert not plan.placement.shared_slabs
+
+
+def copy_on(layout: Layout, device: DeviceId) -> Layout:
+    """The same layout in another device's slabs."""
+    slabs = tuple(SlabEntry(SlabId(f"{device}-{s.slab_id}"), device, s.nbytes) for s in layout.slabs)
+    return replace(layout, slabs=slabs)
+
+
+DEVICES = (DeviceId("GPU-a"), DeviceId("GPU-b"), DeviceId("GPU-c"))
+device_sets = st.sets(st.sampled_from(DEVICES), min_size=1).map(sorted)
+
+
+@SETTINGS
+@given(
+    versions(), versions(), versions(), rule_sets, device_sets, device_sets, device_sets,
+    st.lists(st.integers(0, 40_000), min_size=3, max_size=3),
+)  # fmt: skip
+def test_a_plan_for_several_devices_fits_each_of_them(
+    old: Version,
+    now: Version,
+    new: Version,
+    rules: PlacementRules,
+    old_on: list[DeviceId],
+    now_on: list[DeviceId],
+    new_on: list[DeviceId],
+    free: list[int],
+) -> None:
+    on_host: dict[str, Layout] = {}
+    layouts: dict[str, list[Layout]] = {}
+    for name, version, devices in (("v0", old, old_on), ("v1", now, now_on)):
+        residents = residents_of(on_host)
+        placement = place(version.tensors, version.digests, residents, rules)
+        on_host[name] = layout_of(version, placement, residents, name)
+        layouts[name] = [copy_on(on_host[name], device) for device in devices]
+    residents = Residents.of(layouts, new_on)
+    # Each slab counts once, on its device, whoever shares it.
+    for device in DEVICES:
+        slabs = {
+            s.slab_id: s.nbytes
+            for each in layouts.values()
+            for c in each
+            for s in c.slabs
+            if s.device == device
+        }
+        assert residents.bytes_on(device) == sum(slabs.values())
+        assert residents.freed_bytes(device, frozenset({"v0", "v1"}), frozenset()) == sum(slabs.values())
+    target = in_table_of(now, new)
+    candidate = Candidate("v2", target.tensors, target.digests, {}, {})
+    memory = {device: DeviceMemory(free[DEVICES.index(device)]) for device in new_on}
+    plan = plan_push(
+        candidate, Serving("v1", on_host["v1"], {}, {}), residents, memory, retained="v0", rules=rules
+    )
+    assert [each.device for each in plan.devices] == new_on
+    assert plan.bytes_to_read + plan.bytes_to_share == target.content_bytes
+    if plan.verdict is Verdict.REFUSE:
+        return
+    for each in plan.devices:
+        lacking = sum(s.nbytes for s in plan.shared_slabs if each.device not in s.replicas)
+        assert each.bytes_to_allocate == sum(plan.slabs) + lacking
+        assert each.bytes_to_allocate <= each.free_bytes + each.freed_bytes
+        assert each.missing_bytes <= plan.tightest.missing_bytes <= 0

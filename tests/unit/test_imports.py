@@ -48,6 +48,8 @@ PURE = (
     "loaderd.residents",
     "loaderd.rollout",
     "loaderd.seal.document",
+    "loaderd.signature.bundle",
+    "loaderd.signature.statement",
     "loaderd.slab_table",
     "loaderd.throttle",
     "shared.asset_bundle",

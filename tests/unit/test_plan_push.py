@@ -112,6 +112,8 @@ def test_without_a_seal_nothing_is_shared() -> None:
     unsealed = plan(replace(candidate(), digests={}))
     assert (unsealed.verdict, unsealed.bytes_to_share) == (Verdict.HOT, 0)
     assert unsealed.warnings == ("m-v2 has no seal: nothing can be shared, and only reading it shows damage",)
+    (warning,) = plan(replace(candidate(), digests={}, is_signed=True)).warnings
+    assert warning == "m-v2 has no seal: all of it is hashed before it is loaded, and only then shared"
 
 
 def changed(name: str, **fields: object) -> Candidate:

@@ -1,12 +1,11 @@
-"""One loaderd, two devices, an inferd on each: read once, all or nothing, back from a restart, all freed."""
+"""One loaderd, two devices, an inferd on each: read once, all or nothing, all freed."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,11 @@ from tests.unit.device_host import (
     A,
     B,
     DeviceHost,
-    device_host,
+    attach_both,
+    run_on_devices,
     write_version,
 )
 from tests.unit.memory.fake_backend import FakeWritableSlab
-
-Scenario = Callable[[DeviceHost], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
@@ -47,34 +45,12 @@ def _plain_logs() -> Iterator[None]:
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Runs a scenario on a host with two devices, v1 and an entirely different v2."""
     with tempfile.TemporaryDirectory(prefix="co-") as folder:
-
-        def run(scenario: Scenario, **options: object) -> None:
-            async def main() -> None:
-                async with device_host(Path(folder), monkeypatch, **options) as host:  # type: ignore[arg-type]
-                    write_version(host.folder / "models", "v1")
-                    write_version(host.folder / "models", "v2", ALL_OTHER)
-                    await scenario(host)
-
-            asyncio.run(main())
-
-        yield run
-
-
-async def _both(host: DeviceHost) -> None:
-    await host.attach("a", A)
-    await host.attach("b", B)
-
-
-def _has_all_copies(host: DeviceHost) -> bool:
-    """Whether what is active and what is retained have a copy on both devices."""
-    deployment = host.loaderd.deployments[MODEL]
-    versions = (deployment.active, deployment.retained)
-    return all(version is not None and set(version.copies) == {A, B} for version in versions)
+        yield run_on_devices(Path(folder), monkeypatch)
 
 
 def test_each_byte_is_read_once_and_both_devices_serve_it(run: Callable[..., None]) -> None:
     async def scenario(host: DeviceHost) -> None:
-        await _both(host)
+        await attach_both(host)
         report = await host.push("v1")
         assert (report.state, report.error) == ("done", None)
         tag = await host.until_serving("v1")
@@ -98,7 +74,7 @@ def test_each_byte_is_read_once_and_both_devices_serve_it(run: Callable[..., Non
 
 def test_a_device_that_cannot_prepare_leaves_both_on_the_old_version(run: Callable[..., None]) -> None:
     async def scenario(host: DeviceHost) -> None:
-        await _both(host)
+        await attach_both(host)
         await host.push("v1")
         tag = await host.until_serving("v1")
         host.replicas["b"].engine.fail_next("warm", WarmupFailed("NaN in layer 3"))
@@ -115,7 +91,7 @@ def test_a_device_that_cannot_prepare_leaves_both_on_the_old_version(run: Callab
 
 def test_the_way_back_reads_and_copies_nothing(run: Callable[..., None]) -> None:
     async def scenario(host: DeviceHost) -> None:
-        await _both(host)
+        await attach_both(host)
         await host.push("v1")
         await host.push("v2")
         await host.until_serving("v2")
@@ -132,7 +108,7 @@ def test_the_way_back_reads_and_copies_nothing(run: Callable[..., None]) -> None
 def test_what_is_resident_is_shared_on_each_device(run: Callable[..., None]) -> None:
     async def scenario(host: DeviceHost) -> None:
         write_version(host.folder / "models", "v3", {4: 50})
-        await _both(host)
+        await attach_both(host)
         await host.push("v1")
         reply = await host.ask("v3", dry_run=True)
         assert (reply.plan.bytes_to_read, reply.plan.bytes_to_share) == (TENSOR_BYTES, 4 * TENSOR_BYTES)
@@ -155,7 +131,7 @@ def test_too_little_memory_on_one_device_is_refused_before_anything_changes(
     run: Callable[..., None],
 ) -> None:
     async def scenario(host: DeviceHost) -> None:
-        await _both(host)
+        await attach_both(host)
         await host.push("v1")
         others = host.memory.take(B, host.memory.free_bytes(B) - SLAB_BYTES)
         reads = host.backend.calls["read"]
@@ -174,7 +150,7 @@ def test_memory_that_goes_after_the_plan_fails_the_push_before_a_byte_is_read(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(host: DeviceHost) -> None:
-        await _both(host)
+        await attach_both(host)
         await host.push("v1")
         tag = await host.until_serving("v1")
         read = host.backend.read_bytes
@@ -204,7 +180,7 @@ def test_a_copy_that_was_damaged_on_its_way_is_not_offered(
         self._data[17] ^= 1
 
     async def scenario(host: DeviceHost) -> None:
-        await _both(host)
+        await attach_both(host)
         await host.push("v1")
         tag = await host.until_serving("v1")
         with monkeypatch.context() as patch:
@@ -220,53 +196,11 @@ def test_a_copy_that_was_damaged_on_its_way_is_not_offered(
     run(scenario)
 
 
-def test_after_a_restart_each_device_gets_its_copy_back_from_its_own_inferd(run: Callable[..., None]) -> None:
-    async def scenario(host: DeviceHost) -> None:
-        await _both(host)
-        await host.push("v1")
-        await host.push("v2")
-        tag = await host.until_serving("v2")
-        await host.restart()
-        await host.signal.until(lambda: _has_all_copies(host))
-        assert host.serving() == {"a": tag, "b": tag}
-        assert (host.backend.read_bytes, host.backend.calls["replicate"]) == (0, 0)
-        assert host.used() == {A: 2 * VERSION_BYTES, B: 2 * VERSION_BYTES}
-        report = await host.rollback()
-        assert (report.state, report.inferds_committed) == ("done", 2)
-        await host.until_serving("v1")
-        assert (await host.push("v2")).state == "done"
-
-    run(scenario, grace_s=20.0)
-
-
-def test_after_a_restart_a_device_without_inferd_gets_its_copy_from_the_other(
-    run: Callable[..., None],
-) -> None:
-    async def scenario(host: DeviceHost) -> None:
-        await _both(host)
-        await host.push("v1")
-        await host.push("v2")
-        await host.until_serving("v2")
-        await host.stop()
-        await host.end("b")
-        assert host.used() == {A: 2 * VERSION_BYTES, B: 0}
-        await host.start()
-        await host.signal.until(lambda: _has_all_copies(host))
-        assert (host.backend.read_bytes, host.backend.calls["replicate"]) == (0, 2 * VERSION_SLABS)
-        assert host.used() == {A: 2 * VERSION_BYTES, B: 2 * VERSION_BYTES}
-        await host.attach("b", B)
-        tag = await host.until_serving("v2")
-        assert host.serving() == {"a": tag, "b": tag}
-        assert (await host.rollback()).inferds_committed == 2
-
-    run(scenario)
-
-
 def test_an_inferd_that_comes_later_finds_the_copy_on_its_device(run: Callable[..., None]) -> None:
     async def scenario(host: DeviceHost) -> None:
         await host.push("v1")
         calls = dict(host.backend.calls)
-        await _both(host)
+        await attach_both(host)
         tag = await host.until_serving("v1")
         assert host.serving() == {"a": tag, "b": tag}
         assert dict(host.backend.calls) == calls
@@ -316,82 +250,9 @@ def test_verify_hashes_every_copy_and_names_the_device(run: Callable[..., None])
     run(scenario)
 
 
-def test_a_copy_that_comes_back_damaged_is_made_again_from_another_device(run: Callable[..., None]) -> None:
-    async def scenario(host: DeviceHost) -> None:
-        await _both(host)
-        await host.push("v1")
-        await host.until_serving("v1")
-        await host.detach("b")
-        await host.restart()
-        await host.signal.until(lambda: set(host.copies()) == {A})
-        with host.flipped_byte(B):
-            host.attach_again("b")
-            await host.signal.until(lambda: set(host.copies()) == {A, B})
-            assert "inferd.not_adopted" in host.kinds()
-        assert (host.backend.read_bytes, host.backend.calls["replicate"]) == (0, VERSION_SLABS)
-        # The inferd still maps the old slabs; they go with it.
-        assert host.used() == {A: VERSION_BYTES, B: 2 * VERSION_BYTES}
-        await host.end("b")
-        assert host.used() == {A: VERSION_BYTES, B: VERSION_BYTES}
-        await host.attach("b", B)
-        tag = await host.until_serving("v1")
-        assert host.serving() == {"a": tag, "b": tag}
-
-    run(scenario, grace_s=20.0)
-
-
-def test_shared_slabs_stay_shared_where_a_copy_is_made_again(run: Callable[..., None]) -> None:
-    async def scenario(host: DeviceHost) -> None:
-        write_version(host.folder / "models", "v3", {4: 50})
-        await _both(host)
-        await host.push("v1")
-        await host.push("v3")
-        await host.until_serving("v3")
-        used = host.used()
-        await host.stop()
-        await host.end("b")
-        await host.start()
-        await host.signal.until(lambda: _has_all_copies(host))
-        assert host.used() == used == {A: VERSION_BYTES + SLAB_BYTES, B: VERSION_BYTES + SLAB_BYTES}
-        assert host.backend.calls["replicate"] == VERSION_SLABS + 1
-
-    run(scenario)
-
-
-def test_a_copy_for_which_there_is_no_room_is_told_and_the_other_device_serves_on(
-    run: Callable[..., None],
-) -> None:
-    async def scenario(host: DeviceHost) -> None:
-        await _both(host)
-        await host.push("v1")
-        await host.until_serving("v1")
-        await host.stop()
-        await host.end("b")
-        others = host.memory.take(B, host.memory.free_bytes(B) - SLAB_BYTES)
-        await host.start()
-        await host.signal.until(lambda: "version.not_replicated" in host.kinds())
-        tag = await host.until_serving("v1")
-        assert set(host.copies()) == {A}
-        await host.attach("b", B)
-        await host.signal.until(lambda: "inferd.not_reconciled" in host.kinds())
-        assert host.serving() == {"a": tag, "b": None}
-        refused = (await host.ask("v2")).plan
-        assert refused.verdict == "refuse"
-        assert refused.reasons[0].startswith(f"toy-v2 needs {VERSION_BYTES} bytes on GPU-b")
-        host.memory.give_back(others.slab_id)
-        # The next push brings both devices together again, and what it retains is completed when needed.
-        assert (await host.push("v2")).state == "done"
-        await host.until_serving("v2")
-        assert (await host.rollback()).inferds_committed == 2
-        await host.until_serving("v1")
-        assert set(host.copies()) == {A, B}
-
-    run(scenario)
-
-
 def test_a_newer_push_ends_a_load_to_both_devices(run: Callable[..., None]) -> None:
     async def scenario(host: DeviceHost) -> None:
-        await _both(host)
+        await attach_both(host)
         reached, go = threading.Event(), threading.Event()
 
         def hold(_: object) -> None:
@@ -420,7 +281,7 @@ def test_a_rollback_that_is_refused_leaves_the_way_back(run: Callable[..., None]
         folder = write_version(host.folder / "models", "v3", ALL_OTHER)
         (folder / "tokenizer.json").write_text("{}")
         seal_directory(folder)
-        await _both(host)
+        await attach_both(host)
         await host.push("v1")
         await host.push("v3")
         report = await host.rollback("switch")
@@ -443,19 +304,3 @@ def test_metrics_are_per_device(run: Callable[..., None]) -> None:
             assert registry.get_sample_value("changeover_device_total_bytes", {"device": device}) == 64 << 20
 
     run(scenario)
-
-
-def test_memory_of_another_device_than_an_inferd_claims_is_not_taken_back(run: Callable[..., None]) -> None:
-    async def scenario(host: DeviceHost) -> None:
-        liar = await host.attach("a", A)
-        await host.push("v1")
-        await host.until_serving("v1")
-        await host.stop()
-        liar.link._identity = replace(liar.link._identity, device=B)
-        await host.start()
-        await host.signal.until(lambda: "inferd.not_reconciled" in host.kinds())
-        (entry,) = (each for each in host.history() if each.kind == "inferd.not_reconciled")
-        assert entry.cause == "a is on GPU-b and handed back a slab of GPU-a"
-        assert not host.copies()
-
-    run(scenario, grace_s=20.0)

@@ -200,6 +200,14 @@ def versions_report() -> VersionsReport:
             FolderReport(
                 name="smollm2-v3", root="/srv/models", sealed=False, nbytes=257 * MIB, resident=False
             ),
+            FolderReport(
+                name="smollm2-v4",
+                root="/srv/models",
+                sealed=False,
+                seal_fault="seal.json: byte 0: is not valid JSON",
+                nbytes=257 * MIB,
+                resident=False,
+            ),
         ),
     )
 

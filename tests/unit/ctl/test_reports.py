@@ -79,6 +79,7 @@ def test_versions_shows_what_is_resident_and_what_could_be_pushed(tmp_path: Path
     rows = [" ".join(line.split()) for line in ran.stdout.splitlines()]
     assert any(row.startswith("smollm2-v2 2b2b2b2b2b2b active ") for row in rows)
     assert "smollm2-v3 257.0 MiB no no /srv/models" in rows
+    assert "smollm2-v4 257.0 MiB broken no /srv/models" in rows
 
 
 def test_history_asks_for_what_was_wanted_and_shows_it_oldest_first(tmp_path: Path) -> None:

@@ -72,6 +72,30 @@ def test_each_bar_is_measured_by_its_own_bytes_and_full_when_its_stage_is_over()
     assert read.percentage < 100
 
 
+def test_what_only_a_signature_covers_has_a_bar_and_lines_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hashing = reports.operation(stage="hashing", bytes_read=MIB, bytes_total=4 * MIB, load_s=0.0)
+    LineView(Terminal(), lambda: 0.0).report(hashing)
+    assert "0.0 s  hashing     1.0 MiB of 4.0 MiB (25 %)\n" in capsys.readouterr().out
+    view = LiveView(Terminal())
+    view.report(hashing)
+    hashed, prepared = view._progress.tasks
+    assert (hashed.description, hashed.percentage, prepared.percentage) == ("hashed", 25, 0)
+    view.report(reports.operation(bytes_read=16 * MIB))
+    _, _, read, _ = view._progress.tasks
+    assert (hashed.percentage, read.description, read.percentage) == (100, "read", 25)
+
+
+def test_a_plan_says_what_vouches_for_the_folder() -> None:
+    def trust(**fields: bool) -> str:
+        return list(plan_lines(reports.plan(**fields)))[1].text.rpartition("(")[2]
+
+    assert trust(sealed=False) == "not sealed)"
+    assert trust(signed=True, sealed=False) == "signed)"
+    assert trust(signed=True) == "signed, sealed)"
+
+
 def test_verified_bytes_are_measured_by_the_plan_or_not_at_all(capsys: pytest.CaptureFixture[str]) -> None:
     verifying = reports.operation(stage="verifying", bytes_verified=128 * MIB, verify_s=0.25)
     view = LineView(Terminal(), lambda: 0.0)
