@@ -14,7 +14,7 @@ from shared.errors import DigestMismatch
 from shared.ids import Digest
 from shared.layout import Layout, SlabEntry, TensorEntry
 from shared.memory.backend import Slab
-from shared.resident import Place, hash_batches, resident_leaves
+from shared.resident import Place, hash_batches, resident_digests
 
 
 class Verification:
@@ -49,8 +49,8 @@ class Verification:
     def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Place]) -> None:
         """Hash the places of a batch where they lie.  Raises DigestMismatch unless they are what was read and
         what the seal says.  Blocking, without the GIL."""
-        for place, leaves in zip(batch, resident_leaves(batch, {filled.index: slab}), strict=True):
-            self._known[place] = self._check_place(slab, place, leaves, filled.crcs)
+        for place, (crc, leaves) in zip(batch, resident_digests(batch, {filled.index: slab}), strict=True):
+            self._known[place] = self._check_place(place, crc, leaves, filled.crcs)
             self._progress.add_verified(place[2])
 
     def layout(self, slabs: Sequence[Slab]) -> Layout:
@@ -66,12 +66,10 @@ class Verification:
         return Layout(entries, tuple(sorted(tensors, key=lambda entry: entry.name)))
 
     def _check_place(
-        self, slab: Slab, place: Place, leaves: bytes, crcs: Mapping[str, int]
+        self, place: Place, crc: int, leaves: bytes, crcs: Mapping[str, int]
     ) -> tuple[int, Digest]:
         sources = self._tensors[place]
         first = sources[0]
-        _, offset_bytes, nbytes = place
-        crc = slab.crc32(offset_bytes, nbytes)
         # Of several tensors with one content, the plan had one read.
         read = next(crcs[source.name] for source in sources if source.name in crcs)
         if crc != read:

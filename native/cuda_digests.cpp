@@ -73,56 +73,32 @@ struct CudaDigests::Lane {
   PinnedBuffer results;  // kernels write here through the bus: far less than they read
   PinnedBuffer ranges;
 
-  void launch(cuda::Function function, std::uint64_t blocks, unsigned threads, void** arguments) {
+  void begin(cuda::Function function, std::uint64_t blocks, unsigned threads, void** arguments) {
     const CudaDriver& driver = CudaDriver::get();
     driver.launch(function, static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, 0, stream.borrow(), arguments,
                   nullptr);
     done.record(stream.borrow());
-    done.synchronize();
   }
-};
-
-// A lane for the length of a call.
-class CudaDigests::Lease {
- public:
-  explicit Lease(CudaDigests& digests) : digests_(digests), lane_(take(digests)) {}
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
-  ~Lease() {
-    const std::lock_guard lock(digests_.mutex_);
-    digests_.idle_.push_back(&lane_);  // never grows: there is room for every lane
-  }
-  Lane& lane() const noexcept { return lane_; }
-
- private:
-  static Lane& take(CudaDigests& digests) {
-    const std::lock_guard lock(digests.mutex_);
-    if (!digests.idle_.empty()) {
-      Lane& lane = *digests.idle_.back();
-      digests.idle_.pop_back();
-      return lane;
-    }
-    digests.idle_.reserve(digests.lanes_.size() + 1);
-    digests.lanes_.push_back(std::make_unique<Lane>(digests.device_.least_priority()));
-    return *digests.lanes_.back();
-  }
-
-  CudaDigests& digests_;
-  Lane& lane_;
+  void wait() const { done.synchronize(); }
 };
 
 CudaDigests::CudaDigests(CudaDevice& device, const std::vector<std::string>& nvrtc_libraries)
     : device_(device),
       crc32_(load(device, nvrtc_libraries, kernels::kCrc32, "crc32_blocks")),
-      sha256_(load(device, nvrtc_libraries, kernels::kSha256, "sha256_leaves")) {}
+      sha256_(load(device, nvrtc_libraries, kernels::kSha256, "sha256_leaves")),
+      lanes_(std::make_unique<LanePool<Lane>>()) {}
 
 CudaDigests::~CudaDigests() = default;
+
+std::unique_ptr<CudaDigests::Lane> CudaDigests::make_lane() const {
+  return std::make_unique<Lane>(device_.least_priority());
+}
 
 std::uint32_t CudaDigests::crc32(cuda::DevicePointer data, std::uint64_t nbytes) {
   if (nbytes == 0) return 0;
   const ContextScope scope(device_);
-  const Lease lease(*this);
-  Lane& lane = lease.lane();
+  const Lease lease(*lanes_, [this] { return make_lane(); });
+  Lane& lane = *lease;
   static constexpr Shifts kShifts = make_shifts();
   // Linear remainders, from state 0 and not inverted: leading zeros do not count, so the first block
   // may be imagined to start before the data.
@@ -134,7 +110,8 @@ std::uint32_t CudaDigests::crc32(cuda::DevicePointer data, std::uint64_t nbytes)
     Shifts shifts = kShifts;
     auto* results = reinterpret_cast<std::uint32_t*>(lane.results.bytes().data());
     void* arguments[] = {&data, &padding, &shifts, &results};
-    lane.launch(crc32_, blocks, kCrcThreads, arguments);
+    lane.begin(crc32_, blocks, kCrcThreads, arguments);
+    lane.wait();
     std::uint32_t part_remainder = 0;
     for (std::uint64_t block = 0; block < blocks; ++block) {
       part_remainder = crc32_combine(part_remainder, results[block], kCrcBlockBytes);
@@ -147,14 +124,15 @@ std::uint32_t CudaDigests::crc32(cuda::DevicePointer data, std::uint64_t nbytes)
   return ~crc32_combine(0xFFFFFFFF, remainder, nbytes);
 }
 
-void CudaDigests::sha256_leaves(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
-                                std::span<std::byte> digests) {
+void CudaDigests::digest(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
+                         std::span<std::byte> leaves_out, std::span<std::uint32_t> crcs) {
   if (leaf_bytes == 0) throw Misuse("a leaf has at least one byte");
   const ContextScope scope(device_);
-  const Lease lease(*this);
-  Lane& lane = lease.lane();
+  const Lease lease(*lanes_, [this] { return make_lane(); });
+  Lane& lane = *lease;
   auto* const table = reinterpret_cast<LeafRange*>(lane.ranges.bytes().data());
   std::size_t range = 0;
+  std::size_t checked = 0;
   std::uint64_t done_bytes = 0;  // of the range: it may be cut at a leaf where a launch is full
   while (range < ranges.size()) {
     std::uint32_t count = 0;
@@ -176,11 +154,17 @@ void CudaDigests::sha256_leaves(std::span<const DeviceRange> ranges, std::uint64
     std::byte* results = lane.results.bytes().data();
     const LeafRange* first = table;
     void* arguments[] = {&first, &count, &leaf_bytes, &leaves, &results};
-    lane.launch(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
+    lane.begin(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
+    // A leaf takes its thread some milliseconds however few there are; checksums fit in beside them.
+    for (; checked < crcs.size() && checked < range; ++checked) {
+      crcs[checked] = crc32(ranges[checked].data, ranges[checked].nbytes);
+    }
+    lane.wait();
     const std::uint64_t size = leaves * kSha256Bytes;
-    std::memcpy(digests.data(), results, size);
-    digests = digests.subspan(size);
+    std::memcpy(leaves_out.data(), results, size);
+    leaves_out = leaves_out.subspan(size);
   }
+  for (; checked < crcs.size(); ++checked) crcs[checked] = crc32(ranges[checked].data, ranges[checked].nbytes);
 }
 
 }  // namespace changeover

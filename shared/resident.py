@@ -61,8 +61,16 @@ def hash_batches(places: Iterable[Place], slabs: Mapping[int, Slab]) -> list[lis
 
 def resident_leaves(batch: Sequence[Place], slabs: Mapping[int, Slab]) -> list[bytes]:
     """Leaves of the bytes that lie at the places of one batch now.  Blocking, without the GIL."""
-    ranges = [(offset, nbytes) for _, offset, nbytes in batch]
-    return slabs[batch[0][0]].sha256_leaves_of(ranges, LEAF_BYTES)
+    return slabs[batch[0][0]].sha256_leaves_of(_ranges(batch), LEAF_BYTES)
+
+
+def resident_digests(batch: Sequence[Place], slabs: Mapping[int, Slab]) -> list[tuple[int, bytes]]:
+    """CRC32 and leaves of the bytes that lie at the places of one batch now.  Blocking, without the GIL."""
+    return slabs[batch[0][0]].digests_of(_ranges(batch), LEAF_BYTES)
+
+
+def _ranges(batch: Sequence[Place]) -> list[tuple[int, int]]:
+    return [(offset, nbytes) for _, offset, nbytes in batch]
 
 
 def damaged_tensors(

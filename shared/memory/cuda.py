@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, final
 from uuid import uuid4
 
 from shared import _native
-from shared.digest import SHA256_BYTES
 from shared.errors import ConfigError, DriverError, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.backend import Slab
-from shared.memory.native_slab import FillableSlab, ReadableSlab, check_leaf
+from shared.memory.native_slab import FillableSlab, ReadableSlab
 from shared.memory.nvrtc import nvrtc_libraries
 from shared.memory.pool import PIECE_BYTES, Pool
-from shared.memory.ranges import check_range
 from shared.memory.usage import DeviceUsage
 
 if TYPE_CHECKING:
@@ -74,20 +72,6 @@ class CudaSlab(ReadableSlab[_native.CudaSlab]):
     @property
     def batch_bytes(self) -> int:
         return BATCH_BYTES
-
-    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
-        """The leaves of each range (offset, bytes), as `sha256_leaves` gives them, in one go."""
-        check_leaf(leaf_bytes)
-        for offset_bytes, nbytes in ranges:
-            check_range(self._entry, offset_bytes, nbytes)
-        joined = memoryview(self._native.sha256_leaves_of(list(ranges), leaf_bytes))
-        leaves = []
-        at = 0
-        for _, nbytes in ranges:
-            size = -(-nbytes // leaf_bytes) * SHA256_BYTES
-            leaves.append(bytes(joined[at : at + size]))
-            at += size
-        return leaves
 
     def close(self) -> None:
         """Give up the fd and this owner's reference; the last one waits for the GPU and the unmapping, and
@@ -158,6 +142,10 @@ class CudaBackend:
     @property
     def name(self) -> str:
         return "cuda"
+
+    @property
+    def slabs_at_once(self) -> int:
+        return 1
 
     @property
     def used_bytes(self) -> int:

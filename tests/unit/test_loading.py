@@ -17,7 +17,14 @@ from loaderd.loading import Loaded, load_and_verify
 from loaderd.placement import PlacementRules, Residents, place
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
-from shared.errors import CheckpointError, DigestMismatch, DriverError, OutOfMemory, Superseded
+from shared.errors import (
+    CheckpointError,
+    DigestMismatch,
+    DriverError,
+    OutOfMemory,
+    ReadFailed,
+    Superseded,
+)
 from shared.ids import HOST_DEVICE, SlabId, VersionRef
 from shared.resident import check_identity
 from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeSlab, FakeWritableSlab
@@ -122,7 +129,10 @@ def test_a_flipped_byte_is_named_by_file_tensor_and_leaf(folder: Path, backend: 
 def test_whatever_fails_nothing_stays_allocated(
     folder: Path, backend: FakeBackend, operation: str, nth: int
 ) -> None:
-    backend.fail(operation, DriverError("pread", 5, "Input/output error"), nth=nth)  # type: ignore[arg-type]
+    error = DriverError("call", 5, "Input/output error")
+    if operation == "read":
+        error = ReadFailed("pread", 5, "Input/output error", 1000)
+    backend.fail(operation, error, nth=nth)  # type: ignore[arg-type]
     expected = CheckpointError if operation == "read" else DriverError
     with open_directory(folder) as checkpoint, pytest.raises(expected, match="Input/output error") as caught:
         _load(checkpoint, backend)

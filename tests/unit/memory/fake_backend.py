@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from shared.errors import (
     ChangeoverError,
-    DriverError,
     InvalidRequest,
     InvariantError,
     OutOfMemory,
     ProtocolError,
+    ReadFailed,
 )
 from shared.ids import HOST_DEVICE, DeviceId, SlabId
 from shared.layout import SlabEntry
@@ -125,6 +125,12 @@ class FakeSlab:
     def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
         return [self.sha256_leaves(offset, nbytes, leaf_bytes) for offset, nbytes in ranges]
 
+    def digests_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[tuple[int, bytes]]:
+        return [
+            (self.crc32(offset, nbytes), self.sha256_leaves(offset, nbytes, leaf_bytes))
+            for offset, nbytes in ranges
+        ]
+
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         import torch
 
@@ -198,11 +204,19 @@ class FakeWritableSlab:
         try:
             data = os.pread(fd, nbytes, file_offset)
         except OSError as error:
-            raise DriverError("pread", error.errno or 0, error.strerror or "") from error
+            raise ReadFailed("pread", error.errno or 0, error.strerror or "", file_offset) from error
         if len(data) < nbytes:
-            raise DriverError("pread", 0, f"the file ends at byte {file_offset + len(data)}")
+            end = file_offset + len(data)
+            raise ReadFailed("pread", 0, f"the file ends at byte {end}", end)
         self._data[offset_bytes : offset_bytes + nbytes] = data
         return zlib.crc32(data)
+
+    def read_pieces(self, fd: int, file_offset: int, pieces: Sequence[tuple[int, int]]) -> list[int]:
+        crcs = []
+        for offset_bytes, nbytes in pieces:
+            crcs.append(self.read_file(fd, file_offset, offset_bytes, nbytes))
+            file_offset += nbytes
+        return crcs
 
     def copy_from(self, data: bytearray) -> None:
         self._check_open("copied into")
@@ -255,6 +269,10 @@ class FakeBackend:
     @property
     def name(self) -> str:
         return "host"
+
+    @property
+    def slabs_at_once(self) -> int:
+        return 1
 
     def fail(self, operation: Operation, error: ChangeoverError, *, nth: int = 1) -> None:
         """Let the `nth` call of `operation` from now on raise `error` and do nothing else."""
