@@ -28,6 +28,7 @@ class EngineConfig(ConfigModel):
     kv_cache_share: Annotated[float, Field(gt=0, lt=1)] = _ENGINE.kv_cache_share
     block_tokens: Annotated[int, Field(ge=1, le=1024)] = _ENGINE.block_tokens
     max_batch_tokens: Annotated[int, Field(ge=1)] = _ENGINE.max_batch_tokens
+    mixed_batch_tokens: Annotated[int, Field(ge=1)] | None = _ENGINE.mixed_batch_tokens
     max_sequences: Annotated[int, Field(ge=1)] = _ENGINE.max_sequences
     max_waiting: Annotated[int, Field(ge=0)] = _ENGINE.max_waiting
     max_model_len: Annotated[int, Field(ge=2)] | None = _ENGINE.max_model_len

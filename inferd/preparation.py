@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ import structlog
 
 from inferd.engine.protocol import Engine
 from inferd.slot_states import SlotEvent, SlotState
+from inferd.slot_thread import SlotThread
 from inferd.slots import Slot, Slots
 from shared.errors import ChangeoverError, InvalidRequest, ProtocolError, WarmupFailed
 from shared.ids import VersionTag
@@ -50,6 +52,8 @@ class Preparer:
         self._backend = backend
         self._verify_mapped = verify_mapped
         self._one_at_a_time = asyncio.Lock()
+        self._thread = SlotThread()
+        self._built: set[int] = set()  # slots that the engine holds; the slot thread's
         self._is_closing = False
 
     async def prepare(
@@ -103,6 +107,7 @@ class Preparer:
                 if slot.life.state is not SlotState.EMPTY:
                     self._slots.retract()
                     await self._empty(slot, 0.0, "shutdown")
+            self._thread.close()
 
     def _check_open(self) -> None:
         if self._is_closing:
@@ -127,32 +132,36 @@ class Preparer:
     ) -> None:
         tag = slot.tag
         await self._slots.drain(slot, timeout_s, cause, is_wanted)
-        await asyncio.to_thread(self._engine.retire, slot.index)
-        self._slots.vacate(slot, cause)
+        await self._unload(slot, cause)
         log.info("slot.emptied", slot=slot.index, tag=str(tag), cause=cause)
+
+    async def _unload(self, slot: Slot, cause: str) -> None:
+        """Retire what the engine has of a drained or failed slot, unmap its version and mark it empty.  Both
+        wait for the GPU, and so not on the loop's thread."""
+        await self._thread.run(partial(self._retire, slot.index))
+        version = self._slots.take_version(slot)
+        if version is not None:
+            await self._thread.run(version.close)
+        self._slots.vacate(slot, None if version is None else version.tag, cause)
 
     async def _fill(self, slot: Slot, incoming: IncomingVersion) -> PrepareTimes:
         self._slots.advance(slot, SlotEvent.MAP, str(incoming.tag))
-        is_built = False
         try:
             started = time.perf_counter()
-            version = await asyncio.to_thread(incoming.map, self._backend)
+            version = await self._thread.run(partial(incoming.map, self._backend))
             self._slots.fill(slot, version)
             mapped = time.perf_counter()
-            await asyncio.to_thread(check_identity, version, hash_bytes=self._verify_mapped)
+            await self._thread.run(partial(check_identity, version, hash_bytes=self._verify_mapped))
             verified = time.perf_counter()
             self._slots.advance(slot, SlotEvent.MAPPED, "mapped and checked")
             await self._engine_work(lambda: self._build(slot.index, version))
-            is_built = True
             built = time.perf_counter()
             report = await self._engine_work(lambda: self._engine.warm(slot.index))
             warmed = time.perf_counter()
         except BaseException as error:
             _forget_frames(error)
             self._slots.advance(slot, SlotEvent.FAIL, f"{type(error).__name__}: {error}")
-            if is_built:
-                self._engine.retire(slot.index)
-            self._slots.vacate(slot, "preparation failed")
+            await self._unload(slot, "preparation failed")
             raise
         self._slots.mark_prepared(slot)
         log.info("slot.prepared", slot=slot.index, tag=str(version.tag), prompts=report.prompts)
@@ -162,7 +171,7 @@ class Preparer:
         """Run model code on a thread.  It is not ours: whatever it raises is this version's failure and
         must not end the daemon that serves another one."""
         try:
-            return await asyncio.to_thread(work)
+            return await self._thread.run(work)
         except ChangeoverError:
             raise
         except Exception as error:
@@ -180,6 +189,12 @@ class Preparer:
             for name, data in version.assets.items():
                 (Path(folder) / name).write_bytes(data)
             self._engine.build(index, version.tag, tensors, Path(folder))
+        self._built.add(index)
+
+    def _retire(self, index: int) -> None:
+        if index in self._built:
+            self._engine.retire(index)
+            self._built.discard(index)
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -247,13 +247,16 @@ class Slots:
         self._references.reopen(slot.index)
         self.advance(slot, SlotEvent.REOPEN, cause)
 
-    def vacate(self, slot: Slot, cause: str) -> None:
-        """Give up the version of a drained or failed slot: unmap it and mark the slot empty."""
+    def take_version(self, slot: Slot) -> ResidentVersion | None:
+        """Give up the version of a drained or failed slot, if one was mapped: the caller owns its slabs,
+        closes them, and then calls `vacate`."""
         version, slot.version = slot.version, None
-        if version is not None:
-            for slab in version.slabs:
-                slab.close()
-            self._on_retired(version.tag)
+        return version
+
+    def vacate(self, slot: Slot, was_mapped: VersionTag | None, cause: str) -> None:
+        """Mark a slot empty that no version is mapped for any more."""
+        if was_mapped is not None:
+            self._on_retired(was_mapped)
         self.advance(slot, SlotEvent.RELEASE, cause)
 
     def retract(self) -> None:

@@ -84,6 +84,10 @@ std::unique_ptr<CudaReserve> make_reserve(const std::string& uuid, std::uint64_t
   return std::make_unique<CudaReserve>(CudaDevice::find(uuid), piece_bytes);
 }
 
+std::unique_ptr<ReleaseHold> make_hold(const std::string& uuid) {
+  return std::make_unique<ReleaseHold>(CudaDevice::find(uuid));
+}
+
 std::vector<std::string> device_uuids() {
   std::vector<std::string> uuids;
   for (const auto& device : CudaDevice::all()) uuids.push_back(device->uuid());
@@ -119,6 +123,10 @@ void bind_cuda(nb::module_& m) {
         "uuid"_a, nb::call_guard<ReleaseGil>());
   m.def("cuda_memory", &device_memory, "uuid"_a, nb::call_guard<ReleaseGil>());
   m.def("cuda_set_nvrtc_libraries", &CudaDevice::set_nvrtc_libraries, "paths"_a);
+
+  nb::class_<ReleaseHold>(m, "CudaReleaseHold")
+      .def(nb::new_(&make_hold), "uuid"_a, nb::call_guard<ReleaseGil>())
+      .def("close", &ReleaseHold::close);
 
   nb::class_<CudaStaging>(m, "CudaStaging")
       .def(nb::new_(&make_staging), "uuid"_a, "slot_bytes"_a, "slots_per_lane"_a,

@@ -35,10 +35,23 @@ void ReleaseQueue::settle() {
   changed_.wait(lock, [&] { return released_ >= goal; });
 }
 
+void ReleaseQueue::hold() {
+  std::unique_lock lock(mutex_);
+  ++holds_;
+  changed_.wait(lock, [&] { return !is_releasing_; });
+}
+
+void ReleaseQueue::resume() {
+  const std::lock_guard lock(mutex_);
+  --holds_;
+  changed_.notify_all();
+}
+
 void ReleaseQueue::run() noexcept {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return !waiting_.empty(); });
+    changed_.wait(lock, [&] { return !waiting_.empty() && holds_ == 0; });
+    is_releasing_ = true;
     // One wait serves all that came in the meantime.
     std::deque<std::unique_ptr<CudaRegion>> batch = std::exchange(waiting_, {});
     const std::uint64_t count = batch.size();
@@ -47,8 +60,15 @@ void ReleaseQueue::run() noexcept {
     batch.clear();
     lock.lock();
     released_ += count;
+    is_releasing_ = false;
     changed_.notify_all();
   }
+}
+
+ReleaseHold::ReleaseHold(CudaDevice& device) : queue_(device.releases()) { queue_.hold(); }
+
+void ReleaseHold::close() {
+  if (std::exchange(is_open_, false)) queue_.resume();
 }
 
 void ReleaseQueue::wait_for_device() noexcept {

@@ -6,8 +6,8 @@
 // (cuCtxRecordEvent; before CUDA 12.5 it waits for the context), waits for it, and unmaps.
 //
 // Recording such an event, like any device-wide wait, ends a stream capture that is under way in the
-// same context (CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED).  Who captures graphs must not give up memory at
-// the same time.  If it happens, the capture fails, and the memory is released after it.
+// same context (CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED).  Who captures graphs keeps the thread from it by a
+// `ReleaseHold`.  Where nobody does, the capture fails, and the memory is released after it.
 #pragma once
 
 #include <condition_variable>
@@ -34,6 +34,10 @@ class ReleaseQueue {
   // Wait until all that was pushed before is released.  Blocking.
   void settle();
 
+  // Release nothing until `resume`, which is called once for each `hold`.  Waits for what is being released.
+  void hold();
+  void resume();
+
  private:
   void run() noexcept;
   void wait_for_device() noexcept;
@@ -44,6 +48,24 @@ class ReleaseQueue {
   std::deque<std::unique_ptr<CudaRegion>> waiting_;
   std::uint64_t pushed_ = 0;
   std::uint64_t released_ = 0;
+  std::uint64_t holds_ = 0;
+  bool is_releasing_ = false;
+};
+
+// While it lives and is not closed, a stream of the device's context can be captured: nothing is released.
+// To close the last owner of memory meanwhile, on the thread that holds, is a deadlock.
+class ReleaseHold {
+ public:
+  explicit ReleaseHold(CudaDevice& device);
+  ReleaseHold(const ReleaseHold&) = delete;
+  ReleaseHold& operator=(const ReleaseHold&) = delete;
+  ~ReleaseHold() { close(); }
+
+  void close();
+
+ private:
+  ReleaseQueue& queue_;
+  bool is_open_ = true;
 };
 
 }  // namespace changeover

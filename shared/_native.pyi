@@ -117,6 +117,14 @@ def cuda_set_nvrtc_libraries(paths: list[str]) -> None:
     """Where to look for NVRTC, best first."""
 
 @final
+class CudaReleaseHold:
+    """No memory of a device is unmapped in the background until `close`; native/cuda_release.hpp.  Waits,
+    without the GIL, for what is being unmapped."""
+
+    def __init__(self, uuid: str) -> None: ...
+    def close(self) -> None: ...
+
+@final
 class CudaStaging:
     """Pinned slots between files and a device; native/cuda_staging.hpp."""
 

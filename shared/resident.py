@@ -29,6 +29,11 @@ class ResidentVersion:
     slabs: tuple[Slab, ...]  # in the order of layout.slabs
     assets: Mapping[str, bytes]
 
+    def close(self) -> None:
+        """Close every slab, for an owner that shares none of them; waits for the GPU work that uses them."""
+        for slab in self.slabs:
+            slab.close()
+
 
 def content_digest(layout: Layout, assets: Mapping[str, bytes]) -> Digest:
     """The version digest that the layout's tensor digests and the asset files amount to."""

@@ -97,10 +97,17 @@ def decodes_of(cache: KvCache, chunks: Sequence[Chunk], heads: int) -> Decodes:
         blocks = chunk.sequence.blocks[: -(-length // size)]
         # Padded with the sequence's own first block: whatever is masked is at least its own.
         table += blocks + blocks[:1] * (width - len(blocks))
-    tables = send(table, torch.int64, device)
-    if device.type == "cuda":
-        by_block = tables.view(len(chunks), width).t()
-        return KernelDecodes.over(cache, by_block, send(lengths, torch.int64, device), heads)
-    beyond = torch.arange(width * size, device=device)[None] >= torch.tensor(lengths, device=device)[:, None]
-    mask = torch.zeros(beyond.shape, dtype=cache.geometry.dtype, device=device)
-    return GatheredDecodes(len(chunks), tables, mask.masked_fill_(beyond, float("-inf"))[:, None, None])
+    by_block = send(table, torch.int64, device).view(len(chunks), width).t()
+    return decodes_over(cache, by_block, send(lengths, torch.int64, device), heads)
+
+
+def decodes_over(cache: KvCache, tables: torch.Tensor, lengths: torch.Tensor, heads: int) -> Decodes:
+    """Decodes over the first `lengths` [count] tokens, at least one each, of the blocks `tables`
+    [width, count], the way that suits the cache's device; both int64.  Blocks of the table that lie beyond a
+    context must exist."""
+    if cache.geometry.device.type == "cuda":
+        return KernelDecodes.over(cache, tables, lengths, heads)
+    width, count = tables.shape
+    beyond = torch.arange(width * cache.block_tokens)[None] >= lengths[:, None]
+    mask = torch.zeros(beyond.shape, dtype=cache.geometry.dtype).masked_fill_(beyond, float("-inf"))
+    return GatheredDecodes(count, tables.t().reshape(-1), mask[:, None, None])

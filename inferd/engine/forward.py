@@ -16,8 +16,8 @@ from shared.errors import InvalidRequest
 
 @torch.inference_mode()
 def run_forward(model: VersionModel, cache: KvCache, chunks: Sequence[Chunk], decodes: int) -> torch.Tensor:
-    """Compute `chunks` (the first `decodes` are decodes) and return float32 logits [rows, vocabulary],
-    a row for each chunk that ends its sequence's tokens, in order; [0, vocabulary] if none does.
+    """Compute `chunks` (the first `decodes` are decodes) and return logits [rows, vocabulary] in the model's
+    dtype, a row for each chunk that ends its sequence's tokens, in order; [0, vocabulary] if none does.
 
     The keys and values of all tokens are in `cache` afterwards.  On a GPU the work is queued on the
     current stream, and this does not wait for it."""
@@ -37,7 +37,7 @@ def run_forward(model: VersionModel, cache: KvCache, chunks: Sequence[Chunk], de
         position_ids=send(positions, torch.int64, device),
         paged=paged,
         logits_to_keep=send(last_rows, torch.int64, device),
-    ).float()
+    )
 
 
 def run_model(
@@ -46,9 +46,9 @@ def run_model(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     paged: PagedBatch,
-    logits_to_keep: torch.Tensor | int,
+    logits_to_keep: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits [rows, vocabulary] in the model's dtype, for the rows `logits_to_keep` (0 keeps all) of the
+    """Logits [rows, vocabulary] in the model's dtype, for the tokens `logits_to_keep` [rows] int64 of the
     flattened `input_ids` and `position_ids` [tokens]."""
     output = model.module(
         input_ids=input_ids[None],

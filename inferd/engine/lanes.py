@@ -1,48 +1,84 @@
-"""`Lanes`: where an engine's GPU work is queued: a stream for the steps, and one for each slot.
+"""`Lanes`: where an engine's GPU work is queued, and where its graphs are captured.
 
-A slot is built, warmed and captured on its own stream while the steps of the other go on.  Nothing that
-the slot's stream made is used by a step before that stream has been waited for, so streams need no order
-between them.  A slot's graphs keep the scratch memory of cuBLAS that belongs to the slot's stream, which
-therefore only ever works for that slot.
+Steps run on one stream.  A slot is built and warmed on another while they go on; nothing made there is used
+by a step before that stream has been waited for, so the two need no order between them.
+
+Graphs of both slots are captured on a third stream, on which nothing ever runs.  They are replayed on the
+step stream, one after another, and so may all use the same memory: the pool that holds what a graph computes
+in passing, and the scratch of cuBLAS that belongs to the capture stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
-from inferd.engine.protocol import SLOTS
+from shared import _native
+from shared.ids import DeviceId
+from shared.memory.cuda import releases_held
 
 
-class Lane:
-    """A slot's stream on a CUDA device, and the memory that its graphs share."""
+class Captures:
+    """Captures graphs of one engine on a CUDA device, and owns the memory that they share."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        index = torch.cuda.current_device() if device.index is None else device.index
         self._device = device
-        with torch.cuda.stream(self.stream):
+        self._id = DeviceId(_native.cuda_devices()[index])
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._logits = torch.empty(0, device=device)
+        with torch.cuda.stream(self._stream):
             self._mark = torch.zeros(1, device=device)
-            self._open()
+        self._stream.synchronize()  # nothing is to run on it from here on
+        self._open()
 
-    def renew(self) -> None:
-        """Take another pool after a capture failed, with the stream current."""
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of what `work` queues, all of which must have been queued before: kernels are loaded when
+        they first run.  Waits for the current stream.  What the device does for others goes on, except that
+        this process unmaps nothing.  Raises RuntimeError where `work` cannot be captured; what its graph
+        would have held is lost then."""
+        torch.cuda.current_stream(self._device).synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which first collects garbage, waits for the whole device and empties the
+        # allocator: steps of the other slot would stop.  "thread_local", since they go on meanwhile.
+        with releases_held(self._id), torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+            except BaseException:
+                self._renew()
+                raise
+        return graph
+
+    def logits(self, rows: int, vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, vocabulary] for graphs to leave their logits in; the same for both slots if they agree."""
+        if self._logits.shape != (rows, vocabulary) or self._logits.dtype != dtype:
+            self._logits = torch.empty((rows, vocabulary), dtype=dtype, device=self._device)
+        return self._logits
+
+    def _renew(self) -> None:
+        """Take another pool after a capture failed."""
         # torch leaves the pool open, and its random generators in the belief that they are captured: the
         # first is closed here (later versions may do it themselves), the second ends with a sound capture.
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
         self._open()
 
     def _open(self) -> None:
         """Make a pool and capture a graph of nothing much: as long as that lives, the pool keeps the
         memory of graphs that are gone for those of the next version, and preparing it need not ask the
         driver."""
-        self.pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
         self._anchor = torch.cuda.CUDAGraph()
-        self._anchor.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-        self._mark.add_(1)
-        self._anchor.capture_end()
+        with releases_held(self._id), torch.cuda.stream(self._stream):
+            self._anchor.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._mark.add_(1)
+            self._anchor.capture_end()
 
 
 class Lanes:
@@ -51,11 +87,13 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._steps: torch.cuda.Stream | None = None
-        self._slots: tuple[Lane, ...] = ()
+        self._preparing: torch.cuda.Stream | None = None
+        self._captures: Captures | None = None
         if device.type == "cuda":
             # Steps go first: what the other slot's preparation queues gets what they leave.
             self._steps = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-            self._slots = tuple(Lane(device) for _ in range(SLOTS))
+            self._preparing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._captures = Captures(device)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -64,21 +102,28 @@ class Lanes:
             yield
 
     @contextmanager
-    def preparing(self, slot: int) -> Iterator[Lane | None]:
-        """Queue what follows on the slot's stream; waits for it at the end, also where that raises."""
-        if not self._slots:
+    def preparing(self) -> Iterator[Captures | None]:
+        """Queue what follows on the stream of preparations; waits for it at the end, also where that raises.
+        One preparation at a time."""
+        stream = self._preparing
+        if stream is None:
             yield None
             return
-        lane = self._slots[slot]
         # What the caller did to the tensors is queued on the stream it came with.
-        lane.stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(lane.stream):
-                yield lane
+            with torch.cuda.stream(stream):
+                yield self._captures
         finally:
-            lane.stream.synchronize()
+            stream.synchronize()
 
     def finish_steps(self) -> None:
         """Wait until the GPU has done everything that steps have queued so far."""
         if self._steps is not None:
             self._steps.synchronize()
+
+    def trim(self) -> None:
+        """Give memory that torch keeps for later back to the driver: a preparation takes more in passing than
+        the steps after it.  Those that go on may wait for it once, and ask the driver anew."""
+        if self._steps is not None:
+            torch.cuda.empty_cache()

@@ -41,9 +41,7 @@ class VersionModel:
 
     def forget_weights(self) -> None:
         """Let go of every tensor, so that the mapping can go even if something still holds the module."""
-        for module in self.module.modules():
-            module._parameters.clear()
-            module._buffers.clear()
+        _forget_weights(self.module)
 
 
 def build_model(
@@ -57,6 +55,23 @@ def build_model(
     dtype, device = _dtype_and_device(config, tensors)
     _refuse_tf32(dtype, device)
     module = _make_module(config)
+    try:
+        return _complete(tag, config, module, tensors, assets, dtype, device)
+    except BaseException:
+        _forget_weights(module)
+        raise
+
+
+def _complete(
+    tag: VersionTag,
+    config: Any,
+    module: Any,
+    tensors: Mapping[str, torch.Tensor],
+    assets: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> VersionModel:
+    """The model of a module whose weights are still to be assigned."""
     config.dtype = dtype
     tied = {target: source for target, source in module.all_tied_weights_keys.items() if target != source}
     matched = _match(module, dict(tensors), tied, dtype)
@@ -83,6 +98,12 @@ def build_model(
         max_positions=config.max_position_embeddings,
         end_tokens=_end_tokens(config, assets),
     )
+
+
+def _forget_weights(module: torch.nn.Module) -> None:
+    for each in module.modules():
+        each._parameters.clear()
+        each._buffers.clear()
 
 
 def _read_config(assets: Path, longest: int | None) -> Any:

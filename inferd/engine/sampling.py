@@ -87,8 +87,9 @@ class Sampler:
 
 
 def pick(logits: torch.Tensor, drafts: Sequence[Draft]) -> list[Pick]:
-    """Choose for each row of float32 `logits` [rows, vocabulary], which stay as they are.  Waits for the
-    device once, after everything is queued."""
+    """Choose for each row of `logits` [rows, vocabulary], which stay as they are; float32 or narrower, and
+    what is more than a comparison is computed in float32.  Waits for the device once, after everything is
+    queued."""
     if not drafts:
         return []
     # A NaN anywhere in a row makes its largest value NaN.
@@ -103,7 +104,7 @@ def pick(logits: torch.Tensor, drafts: Sequence[Draft]) -> list[Pick]:
         return list(map(Pick, found.tolist(), sound.tolist()))
     counts = [drafts[row].params.logprobs or 0 for row in asked]
     index = send(asked, torch.int64, logits.device)
-    logprobs = torch.log_softmax(logits.index_select(0, index), dim=-1)
+    logprobs = torch.log_softmax(logits.index_select(0, index).float(), dim=-1)
     own = logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0]
     values, ids = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
     host = fetch(tokens, torch.isfinite(best), own, values, ids)
@@ -119,8 +120,8 @@ def pick(logits: torch.Tensor, drafts: Sequence[Draft]) -> list[Pick]:
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """A copy of some rows."""
-    return logits.index_select(0, send(rows, torch.int64, logits.device))
+    """A float32 copy of some rows."""
+    return logits.index_select(0, send(rows, torch.int64, logits.device)).float()
 
 
 def _choose(logits: torch.Tensor, drafts: Sequence[Draft]) -> torch.Tensor:

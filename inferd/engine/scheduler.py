@@ -2,7 +2,8 @@
 
 Continuous batching over both slots.  A step holds one batch per slot; every running sequence that
 only waits for its next token is in it, the rest of the token budget goes to prompts in chunks, in
-equal shares where both slots ask.  Where blocks run out, the youngest running sequence gives its
+equal shares where both slots ask.  Beside sequences that decode the budget is smaller, so that a long
+prompt does not hold their next tokens up.  Where blocks run out, the youngest running sequence gives its
 blocks back and is computed again later, on the slot it was admitted to.
 """
 
@@ -23,6 +24,7 @@ class Limits:
     max_batch_tokens: int
     max_sequences: int
     max_waiting: int
+    mixed_batch_tokens: int | None = None  # of a step in which sequences decode; None: as any other
 
     def __post_init__(self) -> None:
         if min(self.max_batch_tokens, self.max_sequences, self.max_waiting) < 1:
@@ -32,6 +34,16 @@ class Limits:
                 f"max_sequences {self.max_sequences} exceeds max_batch_tokens {self.max_batch_tokens}: "
                 "a step could not give each running sequence its next token"
             )
+        if not self.max_sequences <= self.tokens_beside_decodes <= self.max_batch_tokens:
+            raise InvalidRequest(
+                f"mixed_batch_tokens {self.tokens_beside_decodes} must lie between max_sequences "
+                f"{self.max_sequences} and max_batch_tokens {self.max_batch_tokens}"
+            )
+
+    @property
+    def tokens_beside_decodes(self) -> int:
+        """Tokens of a step in which sequences decode, theirs included."""
+        return self.max_batch_tokens if self.mixed_batch_tokens is None else self.mixed_batch_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +91,11 @@ class SlotBatch:
     slot: int
     chunks: tuple[Chunk, ...]
     decodes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum(chunk.count for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +196,8 @@ class Scheduler:
         """Decide the next step.  Every chunk of it must be passed to `complete`, or its sequence to
         `remove`, before the next call."""
         decodes = self._plan_decodes()
-        budget = self.limits.max_batch_tokens - len(decodes)
+        tokens = self.limits.tokens_beside_decodes if decodes else self.limits.max_batch_tokens
+        budget = tokens - len(decodes)
         self._admit(budget)
         # A sequence seated just now may lack a single token, as one that decodes does.
         decoding = {chunk.sequence.sequence_id for chunk in decodes}

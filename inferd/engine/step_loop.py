@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _GREEDY = SamplingParams(1, temperature=0)
 
 Forward = Callable[[SlotBatch], torch.Tensor]
-"""Runs a batch; returns float32 logits [chunks that are last, vocabulary]."""
+"""Runs a batch; returns logits [chunks that are last, vocabulary] for `pick`."""
 
 
 @dataclass(slots=True, eq=False)

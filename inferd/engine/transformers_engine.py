@@ -16,7 +16,6 @@ from time import monotonic
 import torch
 
 from inferd.engine.blocks import BlockPool, PrefixKey
-from inferd.engine.decode_graphs import DecodeGraphs
 from inferd.engine.detokenize import TextStream
 from inferd.engine.forward import run_forward
 from inferd.engine.kv_cache import KvCache
@@ -34,10 +33,14 @@ from inferd.engine.protocol import (
 )
 from inferd.engine.sampling import Sampler
 from inferd.engine.scheduler import Limits, Scheduler, Sequence, SlotBatch
+from inferd.engine.step_graphs import StepGraphs
 from inferd.engine.step_loop import Live, StepLoop
 from inferd.engine.warm import probe_model, warm_model
 from shared.errors import InvalidRequest, InvariantError
 from shared.ids import VersionTag
+
+_MIXED_TOKENS = 128
+"""Few enough for a step to be hardly longer than reading the weights once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,14 @@ class EngineSettings:
     kv_cache_share: float = 0.5
     block_tokens: int = 16
     max_batch_tokens: int = 512
+    # Of a step in which sequences decode, prompts' chunks included: what keeps their pace.  None: 128, or
+    # twice `max_sequences` where that is more, and `max_batch_tokens` at most.
+    mixed_batch_tokens: int | None = None
     max_sequences: int = 64
     max_waiting: int = 256
     max_model_len: int | None = None  # None: what the version's positions allow
     torch_threads: int | None = None
-    cuda_graphs: bool = True  # capture decoding steps; nothing on the CPU
+    cuda_graphs: bool = True  # capture steps of up to `mixed_batch_tokens`; nothing on the CPU
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or (self.kv_cache_bytes is not None and self.kv_cache_bytes < 1):
@@ -67,7 +73,10 @@ class EngineSettings:
 
     def limits(self) -> Limits:
         """The scheduler's part."""
-        return Limits(self.max_batch_tokens, self.max_sequences, self.max_waiting)
+        mixed = self.mixed_batch_tokens
+        if mixed is None:
+            mixed = min(self.max_batch_tokens, max(_MIXED_TOKENS, 2 * self.max_sequences))
+        return Limits(self.max_batch_tokens, self.max_sequences, self.max_waiting, mixed)
 
 
 class TransformersEngine:
@@ -76,7 +85,7 @@ class TransformersEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._models: dict[int, VersionModel] = {}
-        self._graphs: dict[int, DecodeGraphs] = {}
+        self._graphs: dict[int, StepGraphs] = {}
         self._cache: KvCache | None = None
         self._lanes = Lanes(torch.device("cpu"))  # until the first build says where
         # One build or retirement at a time: the first build decides the geometry of the cache.
@@ -106,10 +115,15 @@ class TransformersEngine:
             if slot in self._models:
                 raise InvariantError(f"slot {slot} still holds {self._models[slot].tag}")
             self._choose_device(tensors)
-            with self._lanes.preparing(slot):
+            with self._lanes.preparing():
                 model = build_model(tag, tensors, assets, self._settings.max_model_len)
-                self._fit_cache(model)
-                probe_model(model)
+                try:
+                    self._fit_cache(model)
+                    probe_model(model)
+                except BaseException:
+                    # Modules are cyclic garbage: their weights would stay mapped until it is collected.
+                    model.forget_weights()
+                    raise
             with self._loop.lock:
                 self._models[slot] = model
 
@@ -118,12 +132,20 @@ class TransformersEngine:
             model, cache, started = self._model(slot), self._cache, monotonic()
             if cache is None:
                 raise InvariantError("a slot was warmed before a version was built")
-            with self._lanes.preparing(slot) as lane:
+            with self._lanes.preparing() as captures:
                 tokens = warm_model(model)
                 graphs = None
-                if lane is not None and self._settings.cuda_graphs and slot not in self._graphs:
-                    most = self._settings.max_sequences
-                    graphs = DecodeGraphs.capture(model, cache, lane, most, self.max_model_len(slot))
+                if captures is not None and self._settings.cuda_graphs and slot not in self._graphs:
+                    limits = self._settings.limits()
+                    graphs = StepGraphs.capture(
+                        model,
+                        cache,
+                        captures,
+                        sequences=limits.max_sequences,
+                        widest=limits.tokens_beside_decodes,
+                        longest=self.max_model_len(slot),
+                    )
+            self._lanes.trim()
             if graphs is not None:
                 with self._loop.lock:
                     self._graphs[slot] = graphs
@@ -145,7 +167,9 @@ class TransformersEngine:
             self._lanes.finish_steps()
             if graphs is not None:
                 graphs.close()
+                del graphs
             model.forget_weights()
+            self._lanes.trim()
 
     def tokenizer(self, slot: int) -> Tokenizer:
         return self._model(slot).tokenizer
@@ -243,7 +267,7 @@ class TransformersEngine:
         if self._cache is None:
             raise InvariantError("a step ran before a version was built")
         graphs = self._graphs.get(batch.slot)
-        if graphs is not None and batch.decodes == len(batch.chunks) <= graphs.most:
+        if graphs is not None and graphs.fits(batch):
             return graphs.run(batch.chunks)
         return run_forward(self._models[batch.slot], self._cache, batch.chunks, batch.decodes)
 

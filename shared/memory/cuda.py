@@ -7,15 +7,16 @@ guarantees.  Sizes are multiples of the device's granularity (2 MiB): `create_sl
 
 Memory is unmapped only after the GPU work that may use it: when its last slab or tensor is gone, a
 thread of the device records an event over all work submitted until then, waits for it and unmaps
-(native/cuda_release.hpp).  `close` of the last owner waits for that; a tensor's end does not.  No slab
-or tensor may end while a CUDA graph is being captured in the same process: the capture would fail.
+(native/cuda_release.hpp).  `close` of the last owner waits for that; a tensor's end does not.  While a CUDA
+graph is being captured in the same process, that would end the capture: `releases_held` puts it off.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, final
 from uuid import uuid4
@@ -32,6 +33,19 @@ from shared.memory.usage import DeviceUsage
 
 if TYPE_CHECKING:
     pass
+
+
+@contextmanager
+def releases_held(device: DeviceId) -> Iterator[None]:
+    """Unmap nothing of a device in this process inside the block, in which graphs may be captured; what ends
+    meanwhile is unmapped after it.  Waits for what is being unmapped now.  Whoever closes the last owner of
+    memory waits until the end of the block, so its own thread must not."""
+    hold = _native.CudaReleaseHold(device)
+    try:
+        yield
+    finally:
+        hold.close()
+
 
 SLOT_BYTES = 4 << 20
 """Of a pinned slot: long enough a copy for the bus, short enough to stay in the processor's cache."""

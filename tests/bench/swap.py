@@ -1,10 +1,12 @@
 """Swaps of a large model through both daemons: load, verify, flip, attach, and what is left behind.
 
     python -m tests.bench.swap --backend cuda --folder /dev/shm/bench --json out.json
+    python -m tests.bench.swap --backend cuda --folder /dev/shm/bench --only-swaps 100 --within-s 240
     python -m tests.bench.swap --backend host --layers 2 --hidden 512 …         a small one, anywhere
 
-Makes two checkpoints of Llama-3-8B's shape (16 GB; smaller with --layers and --hidden), unsealed, so that
-every push reads every byte.  Times are loaderd's and inferd's own, memory is the driver's.
+Makes three checkpoints of Llama-3-8B's shape (16 GB; smaller with --layers and --hidden), unsealed, so that
+every push reads every byte; three, since a version that is still retained would only be committed again.
+Times are loaderd's and inferd's own, memory is the driver's.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,34 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from loaderd.nvml import open_nvml
+from shared.control import OperationReport
+from tests.support.gpu import visible_gpus
 from tests.support.serving_host import MODEL, ServingHost, serving_host
 from tests.support.tiny_models import make_tokenizer
 from tests.support.traffic import Traffic
 
 Result = dict[str, Any]
 PROMPTS = ("the first prompt", "another one", "and a third", "a fourth prompt to go on with")
+
+
+def llama_config(layers: int, hidden: int) -> LlamaConfig:
+    """Of Llama 3's shape: 32 layers of 4096 are 16 GB in bfloat16."""
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=max(1, hidden // 512),
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+        dtype=torch.bfloat16,
+    )
 
 
 def llama_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -51,12 +75,15 @@ def llama_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
 
 
+VERSIONS = ("v1", "v2", "v3")
+
+
 def make_checkpoints(root: Path, config: LlamaConfig, device: str, shards: int = 4) -> int:
-    """Two versions below `root`; v2 differs from v1 in its last shard.  Returns the bytes of one."""
+    """The versions below `root`; they differ in their last shard.  Returns the bytes of one."""
     shapes = list(llama_shapes(config).items())
     per_shard = -(-len(shapes) // shards)
     total = 0
-    for version, seed in (("v1", 1), ("v2", 2)):
+    for seed, version in enumerate(VERSIONS, start=1):
         folder = root / f"{MODEL}-{version}"
         folder.mkdir(parents=True)
         weight_map = {}
@@ -64,7 +91,7 @@ def make_checkpoints(root: Path, config: LlamaConfig, device: str, shards: int =
             file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
             part = shapes[number * per_shard : (number + 1) * per_shard]
             weight_map |= {name: file for name, _ in part}
-            if version == "v2" and number < shards - 1:
+            if version != "v1" and number < shards - 1:
                 (folder / file).hardlink_to(root / f"{MODEL}-v1" / file)
                 continue
             generator = torch.Generator(device).manual_seed(seed * 100 + number)
@@ -98,13 +125,61 @@ def spread(samples: Sequence[float]) -> Result:
 
 
 def free_gpu_bytes() -> int:
-    """What the driver says is free on the first GPU; 0 without one."""
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError):
+    """What NVML says is free on the first GPU; 0 without one."""
+    nvml = open_nvml()
+    if nvml is None:
         return 0
-    return int(text.split()[0]) << 20
+    try:
+        return nvml.read(visible_gpus()[0]).free_bytes or 0
+    finally:
+        nvml.close()
+
+
+def measure_swaps(
+    host: ServingHost, nbytes: int, swaps: int, within_s: float, more: str, engine: str
+) -> Result:
+    """Push after push while requests run; each reads and verifies every byte and frees what its slot held.
+    What is free after the first pair is held against what is free after the last.  Ends early, and says how
+    many it were, where `within_s` does not suffice."""
+    host.start_inferd("a", more=more, engine=engine)
+    order = cycle(VERSIONS)
+    host.push(next(order))
+    with Traffic(host.api_socket(), MODEL, PROMPTS, 24, clients=2) as before:
+        before.await_answers(str(host.active()), 4)
+    for _ in range(2):
+        host.push(next(order))
+    first = free_gpu_bytes()
+    reports: list[OperationReport] = []
+    free_under_way: list[int] = []
+    end = time.monotonic() + within_s
+    with Traffic(host.api_socket(), MODEL, PROMPTS, 24, clients=2) as traffic:
+        while len(reports) < swaps - 2 and time.monotonic() < end:
+            reports.append(host.push(next(order)))
+            if len(reports) % 10 == 0:
+                free_under_way.append(free_gpu_bytes())
+                print(f"{len(reports)} swaps, {free_under_way[-1]} bytes free", flush=True)
+        traffic.await_answers(str(host.active()), 2)
+    # Without traffic, as the first pair was: what steps keep for the next ones is not what swaps leave.
+    reports += [host.push(next(order)) for _ in range(2)]
+    last = free_gpu_bytes()
+    return {
+        "bytes": nbytes,
+        "swaps": {
+            "asked": swaps,
+            "count": len(reports),
+            "free_after_the_first_pair": first,
+            "free_at_the_end": last,
+            "is_equal": first == last,
+            "free_under_way": free_under_way,
+        },
+        "load_s": spread([report.load_s for report in reports]),
+        "verify_s": spread([report.verify_s for report in reports]),
+        "prepare_s": spread([report.prepare_s for report in reports]),
+        "flip_us": spread([flip / 1e3 for report in reports for flip in report.flip_ns]),
+        "bytes_read": sum(report.bytes_read for report in reports),
+        "traffic": {"answers": len(traffic.answers), "failures": len(traffic.failures)},
+        "mixed": sum(answer.fingerprints != {answer.version} for answer in traffic.answers),
+    }
 
 
 def measure(host: ServingHost, nbytes: int, swaps: int, rollbacks: int, backend: str) -> Result:
@@ -140,12 +215,14 @@ def measure(host: ServingHost, nbytes: int, swaps: int, rollbacks: int, backend:
     result["attach_adds_bytes"] = before - free_gpu_bytes()
     host.inferds.pop("b").terminate()
 
+    order = cycle(VERSIONS)
+    while next(order) != str(host.active()).partition("@")[0].removeprefix(f"{MODEL}-"):
+        pass
     frees = []
-    host.push("v1" if host.active() and str(host.active()).startswith("v2") else "v2")
-    frees.append(free_gpu_bytes())
-    for turn in range(swaps):
-        host.push(("v1", "v2")[turn % 2])
-    frees.append(free_gpu_bytes())
+    for turn in range(swaps + 2):
+        host.push(next(order))
+        if turn in (1, swaps + 1):
+            frees.append(free_gpu_bytes())
     result["swaps"] = {"count": swaps, "free_before": frees[0], "free_after": frees[1]}
 
     answer_before = ask(host)
@@ -175,33 +252,30 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--swaps", type=int, default=20)
     parser.add_argument("--rollbacks", type=int, default=100)
+    parser.add_argument("--only-swaps", type=int, default=0, help="this many full pushes, and nothing else")
+    parser.add_argument("--within-s", type=float, default=240.0, help="stop pushing after this long")
+    parser.add_argument("--max-sequences", type=int, default=64, help="of the engine: fewer capture less")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 7 // 2,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 128,
-        num_key_value_heads=max(1, options.hidden // 512),
-        head_dim=128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-        dtype=torch.bfloat16,
-    )
+    config = llama_config(options.layers, options.hidden)
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nbytes = make_checkpoints(options.folder, config, device)
     torch.cuda.empty_cache() if device == "cuda" else None
-    print(f"made two versions of {nbytes / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s", flush=True)
+    print(
+        f"made {len(VERSIONS)} versions of {nbytes / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s",
+        flush=True,
+    )
     free_at_start = free_gpu_bytes()
     quiet = f'backend = "{options.backend}"\nlog_level = "warning"'
     with serving_host(options.folder, quiet) as host:
         host.start_loaderd()
-        result = measure(host, nbytes, options.swaps, options.rollbacks, options.backend)
+        if options.only_swaps:
+            more = f'backend = "{options.backend}"\nlog_level = "warning"'
+            engine = f"max_sequences = {options.max_sequences}"
+            result = measure_swaps(host, nbytes, options.only_swaps, options.within_s, more, engine)
+        else:
+            result = measure(host, nbytes, options.swaps, options.rollbacks, options.backend)
     result["free_at_start"], result["free_at_end"] = free_at_start, free_gpu_bytes()
     for key, value in result.items():
         print(f"{key:18} {json.dumps(value)}")

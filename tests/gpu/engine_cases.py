@@ -38,6 +38,12 @@ def float32_folder(folder: Path) -> Path:
     return Path(named) if named else make_checkpoint(folder)
 
 
+def bfloat16_folder(folder: Path) -> Path:
+    """The real model in bfloat16 if CHANGEOVER_TEST_MODEL_BF16 names its folder, else a tiny one."""
+    named = os.environ.get("CHANGEOVER_TEST_MODEL_BF16")
+    return Path(named) if named else make_checkpoint(folder, dtype=torch.bfloat16)
+
+
 def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies on the GPU."""
     return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
@@ -57,8 +63,8 @@ def serve(
     is_warm: bool = True,
     **settings: int,
 ) -> TransformersEngine:
-    """An engine with a version in slot 0."""
-    engine = session.open(**settings)
+    """An engine with a version in slot 0, for few sequences unless told otherwise: each size is captured."""
+    engine = session.open(**{"max_sequences": 8} | settings)
     session.build(engine, 0, tensors, folder, "0")
     if is_warm:
         engine.warm(0)

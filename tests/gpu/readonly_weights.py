@@ -1,9 +1,9 @@
 """A process that serves from weights which the device itself protects from being written.
 
-Run as `python -m tests.gpu.readonly_weights serve|write FOLDER`.  The checkpoint lies in memory of the
-driver's virtual memory API that is mapped for reading only.  `serve` prints the tokens of answers as JSON;
-`write` writes one element, which must end this process in an error.  A process of its own, since a write
-that the device refuses costs the CUDA context.
+Run as `python -m tests.gpu.readonly_weights serve|write FOLDER...`.  Each checkpoint lies in memory of the
+driver's virtual memory API that is mapped for reading only.  `serve` prints the tokens of answers, a list for
+each folder, as JSON; `write` writes one element, which must end this process in an error.  A process of its
+own, since a write that the device refuses costs the CUDA context.
 """
 
 from __future__ import annotations
@@ -110,19 +110,20 @@ def place(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     """See the module."""
-    what, folder = sys.argv[1], Path(sys.argv[2])
+    what, folders = sys.argv[1], [Path(folder) for folder in sys.argv[2:]]
     torch.zeros(1, device=DEVICE)  # makes the context current
-    tensors = place(read_tensors(folder))
     if what == "write":
-        next(iter(tensors.values()))[0] = 0
+        next(iter(place(read_tensors(folders[0])).values()))[0] = 0
         torch.cuda.synchronize(DEVICE)
         print(json.dumps("written"))
         return
-    with opened() as session:
-        engine = serve(session, folder, tensors)
-        tokens = answers_of(session, engine, PROMPTS, PARAMS)
-        engine.retire(0)
-    print(json.dumps(tokens))
+    answers: list[list[list[int]]] = []
+    for folder in folders:
+        with opened() as session:
+            engine = serve(session, folder, place(read_tensors(folder)))
+            answers.append(answers_of(session, engine, PROMPTS, PARAMS))
+            engine.retire(0)
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

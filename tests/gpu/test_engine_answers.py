@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from inferd.engine.protocol import SamplingParams
 from shared.errors import InvalidRequest
@@ -15,9 +16,11 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.sessions import EngineSession
 
 from .engine_cases import (
+    DEVICE,
     GREEDY,
     NEW_TOKENS,
     answers_of,
+    bfloat16_folder,
     float32_folder,
     generated,
     needs_cuda,
@@ -167,6 +170,35 @@ def test_bfloat16_answers_with_and_without_graphs(session: EngineSession, tmp_pa
     eager = serve(session, folder, tensors, max_sequences=1, cuda_graphs=False)
     # One at a time: both compute the same products, so even bfloat16 agrees.
     assert answers_of(session, captured, PROMPTS, one) == answers_of(session, eager, PROMPTS, one)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_bfloat16_logits_are_within_rounding_of_transformers(
+    session: EngineSession, tmp_path: Path, graphs: bool
+) -> None:
+    folder = bfloat16_folder(tmp_path)
+    (tensors,) = versions(folder, 1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE).eval()
+    engine = serve(session, folder, tensors, max_sequences=8, cuda_graphs=graphs)
+    wish = SamplingParams(6, temperature=0, ignore_eos=True, logprobs=20)
+    answers = [session.submit(engine, prompt, wish)[1] for prompt in PROMPTS]
+    apart: list[torch.Tensor] = []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        answer.wait()
+        # The engine's own tokens are given to both, so that one tie decides nothing that comes after it.
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer.tokens]], device=DEVICE)).logits[0].float().cpu()
+        said = [entry for output in answer.outputs for entry in output.logprobs]
+        assert len(said) == len(answer.tokens) == 6
+        for row, (_, best) in zip(logits[len(prompt) - 1 :], said, strict=False):
+            found = torch.tensor([item.logprob for item in best])
+            ids = torch.tensor([item.token_id for item in best])
+            # bfloat16 has 8 significant bits: in units in the last place of the row's largest logit.
+            unit = 2.0**-8 * max(1.0, float(row.abs().max()))
+            apart.append((found - torch.log_softmax(row, -1)[ids]).abs() / unit)
+    units = torch.cat(apart)
+    assert float(units.max()) <= 8
+    assert float(units.mean()) <= 1
 
 
 def test_tf32_is_refused(session: EngineSession, folder: Path, two: list[dict[str, torch.Tensor]]) -> None:

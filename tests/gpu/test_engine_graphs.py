@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from inferd.engine.blocks import PrefixKey
 from inferd.engine.decode_attention import GatheredDecodes, KernelDecodes
-from inferd.engine.decode_graphs import DecodeGraphs, graph_sizes
 from inferd.engine.forward import run_forward
 from inferd.engine.fused_norms import FusedNorm, fuse_norms
 from inferd.engine.kv_cache import KvCache, KvGeometry
 from inferd.engine.lanes import Lanes
 from inferd.engine.model import build_model
-from inferd.engine.scheduler import Chunk, Sequence
+from inferd.engine.scheduler import Chunk, Sequence, SlotBatch
+from inferd.engine.step_graphs import StepGraphs, graph_sizes
+from shared.memory.cuda import CudaBackend
+from tests.gpu.slabs import sealed
 from tests.unit.engine.checkpoints import make_checkpoint, tag_of
 from tests.unit.engine.sessions import EngineSession
 
@@ -31,12 +34,6 @@ pytestmark = needs_cuda
 def session() -> Iterator[EngineSession]:
     with opened() as made:
         yield made
-
-
-def test_sizes_end_at_the_most() -> None:
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(8) == [1, 2, 4, 8]
-    assert graph_sizes(9) == [1, 2, 4, 8, 9]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -131,11 +128,11 @@ def test_a_graph_computes_what_its_step_does(tmp_path: Path, dtype: torch.dtype)
     folder = make_checkpoint(tmp_path, dtype=dtype)
     (tensors,) = versions(folder, 1)
     lanes = Lanes(DEVICE)
-    with lanes.preparing(0) as lane:
-        assert lane is not None
+    with lanes.preparing() as captures:
+        assert captures is not None
         model = build_model(tag_of("v1"), tensors, folder)
-        cache = KvCache(model.geometry, 64, 4)
-        graphs = DecodeGraphs.capture(model, cache, lane, 6, 60)
+        cache = KvCache(model.geometry, 70, 4)
+        graphs = StepGraphs.capture(model, cache, captures, sequences=6, widest=24, longest=60)
     assert graphs is not None
     root = PrefixKey.root(model.tag.digest)
     prompts = prompts_of(6, shortest=2, longest=30)
@@ -152,7 +149,7 @@ def test_a_graph_computes_what_its_step_does(tmp_path: Path, dtype: torch.dtype)
             batch = [Chunk(one, one.computed, 1, is_last=True) for one in sequences[-count:]]
             eager = run_forward(model, cache, batch, decodes=count)
             replayed = graphs.run(batch)
-            if count in graph_sizes(6):
+            if count in graph_sizes(6, 24):
                 assert torch.equal(replayed, eager)
             else:
                 torch.testing.assert_close(replayed, eager, rtol=2e-2, atol=2e-2)
@@ -160,7 +157,62 @@ def test_a_graph_computes_what_its_step_does(tmp_path: Path, dtype: torch.dtype)
             for one, token in zip(sequences[-count:], tokens, strict=True):
                 one.computed += 1
                 one.tokens.append(token)
+        # A prompt's chunk beside two that decode, against a step of its own.
+        late = Sequence(6, 0, root, prompts_of(1, shortest=19)[0][:19], 9, blocks=list(range(60, 65)))
+        chunks = [Chunk(one, one.computed, 1, is_last=True) for one in sequences[:2]]
+        chunks.append(Chunk(late, 0, 19, is_last=True))
+        assert graphs.fits(SlotBatch(0, tuple(chunks), 2))
+        eager = run_forward(model, cache, chunks, decodes=2)
+        torch.testing.assert_close(graphs.run(chunks), eager, rtol=2e-2, atol=2e-2)
     graphs.close()
+
+
+def test_mixed_steps_are_replayed_and_answer_alike(session: EngineSession, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    (tensors,) = versions(folder, 1)
+    prompts = prompts_of(12, longest=90)
+    engine = serve(session, folder, tensors, max_sequences=4, mixed_batch_tokens=32, max_batch_tokens=128)
+    graphs = engine._graphs[0]
+    widths: list[int] = []
+    inner = graphs.run
+
+    def noting(chunks: list[Chunk]) -> torch.Tensor:
+        widths.append(sum(chunk.count for chunk in chunks))
+        return inner(chunks)
+
+    graphs.run = noting  # type: ignore[method-assign, assignment]
+    assert answers_of(session, engine, prompts) == generated(folder, tensors, prompts)
+    # Few seats: all but the first prompts come while others decode, and none of those steps is eager.
+    assert max(widths) == 32
+
+
+def test_memory_that_ends_during_a_capture_does_not_end_it(
+    session: EngineSession, tmp_path: Path, backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if garbage collection found a tensor of a version that failed."""
+    folder = make_checkpoint(tmp_path)
+    (tensors,) = versions(folder, 1)
+    prompts = prompts_of(5)
+    engine = serve(session, folder, tensors, is_warm=False, max_sequences=4)
+    slabs = [sealed(backend, bytes([number])) for number in range(8)]
+    mapped = [slab.tensor(0, "U8", (1,)) for slab in slabs]
+    for slab in slabs:
+        slab.close()
+    inner = StepGraphs._compute_in_place
+
+    def ending(graphs: StepGraphs, size: int) -> None:
+        mapped.pop()
+        inner(graphs, size)
+        # That nothing happens cannot be waited for: the thread that unmaps gets its chance to do wrong.
+        time.sleep(0.05)
+
+    monkeypatch.setattr(StepGraphs, "_compute_in_place", ending)
+    engine.warm(0)
+    assert len(engine._graphs[0]._graphs) == 8 - len(mapped) > 2
+    mapped.clear()
+    backend.free_bytes(backend.devices()[0])  # waits for what is being unmapped
+    assert backend.used_bytes == 0
+    assert answers_of(session, engine, prompts) == generated(folder, tensors, prompts)
 
 
 def test_code_that_cannot_be_captured_decodes_without(

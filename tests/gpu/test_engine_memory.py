@@ -22,7 +22,7 @@ from . import readonly_weights
 from .engine_cases import DEVICE, answers_of, needs_cuda, on_device, opened, prompts_of, serve, versions
 
 pytestmark = needs_cuda
-REBUILDS = 50
+REBUILDS = 25
 
 
 @pytest.fixture
@@ -50,20 +50,17 @@ def test_parameters_are_the_tensors_and_are_never_written(session: EngineSession
     assert {name for name, tensor in tensors.items() if tensor._version} == set()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_serves_from_memory_that_can_only_be_read(
-    session: EngineSession, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    folder = make_checkpoint(tmp_path, dtype=dtype)
-    (tensors,) = versions(folder, 1)
-    engine = serve(session, folder, tensors)
-    expected = answers_of(session, engine, readonly_weights.PROMPTS, readonly_weights.PARAMS)
-    done = run_readonly("serve", folder)
+def test_it_serves_from_memory_that_can_only_be_read(session: EngineSession, tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.bfloat16)
+    folders = [make_checkpoint(tmp_path / str(dtype), dtype=dtype) for dtype in dtypes]
+    done = run_readonly("serve", *folders)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    exact, rounded = json.loads(done.stdout)
+    (tensors,) = versions(folders[0], 1)
+    engine = serve(session, folders[0], tensors)
+    assert exact == answers_of(session, engine, readonly_weights.PROMPTS, readonly_weights.PARAMS)
     # In bfloat16 two runs may differ by what shared a step; that it ran at all is the point there.
-    assert len(found) == len(expected)
-    assert dtype != torch.float32 or found == expected
+    assert [len(answer) for answer in rounded] == [len(answer) for answer in exact]
 
 
 def test_a_write_to_such_memory_ends_the_process(folder: Path) -> None:
@@ -72,8 +69,8 @@ def test_a_write_to_such_memory_ends_the_process(folder: Path) -> None:
     assert "written" not in done.stdout
 
 
-def run_readonly(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", readonly_weights.__name__, what, str(folder)]
+def run_readonly(what: str, *folders: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", readonly_weights.__name__, what, *map(str, folders)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -113,9 +110,11 @@ def test_a_slot_is_built_and_warm_when_the_calls_return(session: EngineSession, 
     (tensors,) = versions(folder, 1)
     engine = session.open()
     session.build(engine, 0, tensors, folder, "0")
-    assert all(lane.stream.query() for lane in engine._lanes._slots)
+    stream = engine._lanes._preparing
+    assert stream is not None
+    assert stream.query()
     engine.warm(0)
-    assert all(lane.stream.query() for lane in engine._lanes._slots)
+    assert stream.query()
 
 
 def test_the_cache_takes_its_share_of_what_is_free(folder: Path) -> None:

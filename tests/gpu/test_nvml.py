@@ -10,6 +10,9 @@ from loaderd.nvml import Nvml, open_nvml
 from shared.errors import DriverError
 from shared.ids import DeviceId
 from shared.memory.cuda import CudaBackend
+from tests.gpu.slabs import encode, make_data, peer, sealed
+
+XID_WITHIN_MS = 10_000
 
 
 @pytest.fixture
@@ -40,5 +43,23 @@ def test_events_of_the_device_can_be_asked_for(nvml: Nvml, gpu: DeviceId) -> Non
         pytest.skip(f"no GPU events here: {error.message}")
     try:
         assert events.wait(10) is None
+    finally:
+        events.close()
+
+
+def test_the_xid_of_a_stray_write_is_told(nvml: Nvml, gpu: DeviceId, backend: CudaBackend) -> None:
+    try:
+        events = nvml.watch((gpu,))
+    except DriverError as error:
+        pytest.skip(f"no GPU events here: {error.message}")
+    try:
+        with sealed(backend, make_data(4 << 20)) as slab, peer("write") as writer:
+            writer.send(encode(slab.entry), (slab.borrow_fd(),))
+            assert writer.receive()[0] == b"ready"
+            assert writer.receive()[0] == b"context lost"
+            assert writer.wait() != 0
+        event = events.wait(XID_WITHIN_MS)
+        assert event is not None
+        assert (event.device, event.xid) == (gpu, 31)  # an MMU fault
     finally:
         events.close()

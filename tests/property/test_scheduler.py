@@ -14,7 +14,7 @@ from shared.errors import InvalidRequest, InvariantError, ResourceError
 from shared.ids import Digest
 
 ROOTS = tuple(PrefixKey.root(Digest("sha256:" + digit * 64)) for digit in "ab")
-LIMITS = Limits(max_batch_tokens=7, max_sequences=4, max_waiting=6)
+LIMITS = Limits(max_batch_tokens=7, max_sequences=4, max_waiting=6, mixed_batch_tokens=5)
 BLOCKS, SIZE = 9, 2
 
 
@@ -26,7 +26,10 @@ def run_step(scheduler: Scheduler, cached: dict[int, tuple[int, list[int]]]) -> 
     """Carry a plan out: what each block would hold is tracked in `cached`, token by token."""
     plan = scheduler.plan()
     total = sum(chunk.count for batch in plan.batches for chunk in batch.chunks)
-    assert total <= scheduler.limits.max_batch_tokens
+    limits = scheduler.limits
+    has_decodes = any(batch.decodes for batch in plan.batches)
+    assert total == sum(batch.tokens for batch in plan.batches)
+    assert total <= (limits.tokens_beside_decodes if has_decodes else limits.max_batch_tokens)
     assert len({batch.slot for batch in plan.batches}) == len(plan.batches)
     for block in plan.fresh_blocks:
         cached.pop(block, None)

@@ -135,6 +135,35 @@ void memory_waits_for_work_it_does_not_know() {
   CHECK(fake_cuda().pending() == 0 && budget->used_bytes() == 0);
 }
 
+void nothing_is_released_while_a_stream_is_captured() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(kStepBytes);
+  const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+  for (int round = 0; round < 100; ++round) {
+    const auto before = sealed(*budget, staging, file);
+    const auto slab = sealed(*budget, staging, file, "other");
+    std::shared_ptr<const CudaRegion> first = before->share();
+    std::shared_ptr<const CudaRegion> tensor = slab->share();
+    before->close();
+    slab->close();
+    first.reset();
+    // The hold begins before, while and after it is released.
+    for (int turn = 0; turn < round; ++turn) std::this_thread::yield();
+    ReleaseHold hold(device());
+    ReleaseHold another(device());
+    fake_cuda().set_capturing(true);
+    tensor.reset();  // as a collector of garbage might
+    another.close();
+    another.close();
+    for (int turn = 0; turn < 2; ++turn) CHECK(crc32(file.bytes) != 0);  // long enough to be caught
+    CHECK(budget->used_bytes() >= kStepBytes);
+    fake_cuda().set_capturing(false);
+    hold.close();
+    device().releases().settle();
+    CHECK(budget->used_bytes() == 0);
+  }
+}
+
 void foreign_memory_is_refused() {
   const auto budget = std::make_shared<Budget>(std::nullopt);
   const File file(2 * kStepBytes);
@@ -411,6 +440,7 @@ int main() {
   a_slot_is_filled_again_only_after_its_copy();
   threads_have_lanes_of_their_own();
   memory_waits_for_work_it_does_not_know();
+  nothing_is_released_while_a_stream_is_captured();
   foreign_memory_is_refused();
   what_does_not_fit_says_so();
   every_failure_unwinds();

@@ -57,6 +57,7 @@ struct State {
   std::mutex mutex;
   std::array<std::uint64_t, kDevices> free_bytes{std::uint64_t{1} << 30, std::uint64_t{1} << 30};
   bool has_peer_access = true;
+  bool is_capturing = false;
   std::uint64_t next_id = 1;
   std::uint64_t sequence = 0;
   std::map<cuda::AllocationHandle, std::shared_ptr<Physical>> handles;
@@ -166,12 +167,14 @@ Result context_pop(cuda::Context*) {
 }
 Result context_synchronize() {
   MAY_FAIL("cuCtxSynchronize");
+  CHECK(!s.is_capturing);
   carry_out(s, [](const Work&) { return true; });
   return 0;
 }
 Result priority_range(int* least, int* greatest) { return *least = 0, *greatest = -5, 0; }
 Result context_record_event(cuda::Context, cuda::Event event) {
   LOCKED;
+  CHECK(!s.is_capturing);  // the capture would be lost
   CHECK(s.events.contains(event));
   s.events[event] = {s.sequence, nullptr, true};
   return 0;
@@ -506,6 +509,11 @@ extern "C" __attribute__((visibility("default"))) const FakeCuda& fake_cuda() {
           [](bool is_possible) {
             LOCKED;
             s.has_peer_access = is_possible;
+          },
+      .set_capturing =
+          [](bool is_capturing) {
+            LOCKED;
+            s.is_capturing = is_capturing;
           },
   };
   return control;

@@ -31,6 +31,8 @@ struct FakeCuda {
   void (*set_free_bytes)(std::uint64_t nbytes);
   // Whether the devices can use each other's memory; they can at first.
   void (*set_peer_access)(bool is_possible);
+  // Whether a stream is being captured: whatever waits for a whole device ends the program then.
+  void (*set_capturing)(bool is_capturing);
 };
 
 }  // namespace changeover::stress

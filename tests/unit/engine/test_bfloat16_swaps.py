@@ -32,7 +32,7 @@ def test_a_swap_and_back_changes_no_token_of_the_same_batch(
 ) -> None:
     tensors = read_tensors(bf16_folder)
     # No prompt fills a block, so none is found again: each run computes what the first one did.
-    settings = {"block_tokens": 128, "max_batch_tokens": 2048}
+    settings = {"block_tokens": 128, "max_batch_tokens": 2048, "mixed_batch_tokens": 2048}
     alone = {}
     for name, weights in (("v1", tensors), ("v2", {**tensors, **update_low_rank(tensors)})):
         engine = session.open(**settings)

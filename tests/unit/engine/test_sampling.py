@@ -170,5 +170,16 @@ def test_a_row_that_is_not_finite_is_said_and_harms_none(params: SamplingParams)
     assert first == pick(logits[:1], drafts[:1])[0]
 
 
+@pytest.mark.parametrize("params", MIXED)
+def test_narrow_logits_are_chosen_from_as_if_they_were_wide(params: SamplingParams) -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(1)).mul_(3).to(torch.bfloat16)
+    before = logits.clone()
+    samplers = [Sampler(params, [1, 2, 3]) for _ in range(6)]
+    narrow = pick(logits, [sampler.draft(300) for sampler in samplers[:3]])
+    wide = pick(logits.float(), [sampler.draft(300) for sampler in samplers[3:]])
+    assert narrow == wide
+    assert torch.equal(logits, before)
+
+
 def test_no_rows_no_picks() -> None:
     assert pick(torch.empty(0, 5), []) == []

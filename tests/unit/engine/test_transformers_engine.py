@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import inferd.engine.model
 from inferd.engine import warm
 from inferd.engine.protocol import SLOTS, Engine, FinishReason, FlipKind, SamplingParams, SequenceOutput
 from inferd.engine.transformers_engine import EngineSettings, TransformersEngine
@@ -276,6 +278,55 @@ def test_two_hundred_rebuilds_leave_nothing_behind(session: EngineSession, tiny_
     assert (engine.load().kv_blocks_free, engine.load().kv_blocks_cached) == free
 
 
+@pytest.mark.parametrize("where", ["the model", "the cache", "the probe"])
+def test_a_failed_build_lets_go_of_its_weights(
+    session: EngineSession,
+    tiny_folder: Path,
+    tiny_bf16_folder: Path,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_module = inferd.engine.model._make_module
+
+    def make_cyclic(config: object) -> object:
+        module = make_module(config)
+        module.__dict__["itself"] = module  # as fused norms and many a model's code do
+        return module
+
+    monkeypatch.setattr("inferd.engine.model._make_module", make_cyclic)
+    engine = session.open(tiny_folder)
+    folder = tiny_bf16_folder if where == "the cache" else tiny_folder
+    stored = read_tensors(folder)
+
+    def refuse(*_: object) -> None:
+        raise InvalidRequest("planted")
+
+    if where != "the cache":
+        at = "model._refuse_meta" if where == "the model" else "transformers_engine.probe_model"
+        monkeypatch.setattr(f"inferd.engine.{at}", refuse)
+
+    def attempt() -> list[weakref.ref[object]]:
+        arrays = [tensor.view(torch.uint8).numpy().copy() for tensor in stored.values()]
+        mapped = {
+            name: torch.from_numpy(array).view(tensor.dtype)
+            for (name, tensor), array in zip(stored.items(), arrays, strict=True)
+        }
+        try:
+            engine.build(1, tag_of("v2", "2"), mapped, folder)
+        except InvalidRequest as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the tensors, as Preparer knows
+        else:
+            raise AssertionError("the build did not fail")
+        return [weakref.ref(array) for array in arrays]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert not [ref for ref in attempt() if ref() is not None]
+    finally:
+        gc.enable()
+
+
 # --- warming -------------------------------------------------------------------------------------
 
 
@@ -446,6 +497,8 @@ def test_the_tokenizer_renders_and_refuses_chats(session: EngineSession, tiny_fo
         {"kv_cache_share": 1},
         {"max_model_len": 1},
         {"max_sequences": 1000},
+        {"mixed_batch_tokens": 63},
+        {"mixed_batch_tokens": 513},
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: dict[str, int]) -> None:
