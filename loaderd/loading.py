@@ -21,7 +21,7 @@ from loaderd.verification import Verification
 from shared.errors import DigestMismatch
 from shared.ids import VersionTag
 from shared.memory.backend import MemoryBackend, Slab
-from shared.resident import Place, ResidentVersion, content_digest
+from shared.resident import Part, ResidentVersion, content_digest
 
 READERS = min(16, os.cpu_count() or 1)
 """Threads that read, without the GIL.  Reading into a GPU gains up to 16 of them (docs/benchmarks)."""
@@ -31,7 +31,7 @@ HASHERS = os.cpu_count() or 1
 kernels.  They are others than those that read, so that neither a slow file nor a long hash stops the
 other."""
 
-_HashWork = tuple[FilledSlab, Slab, list[Place]]
+_HashWork = tuple[FilledSlab, Slab, list[Part]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,6 @@ class _Load:
     def _hash(self, crew: Crew) -> None:
         while (work := self._work.get()) is not None:
             filled, slab, batch = work
-            self._pace.admit(sum(nbytes for _, _, nbytes in batch))
+            self._pace.admit(sum(part.nbytes for part in batch))
             crew.check_going()
             self._verification.check(filled, slab, batch)

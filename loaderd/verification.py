@@ -14,7 +14,7 @@ from shared.errors import DigestMismatch
 from shared.ids import Digest
 from shared.layout import Layout, SlabEntry, TensorEntry
 from shared.memory.backend import Slab
-from shared.resident import Place, hash_batches, resident_digests
+from shared.resident import Part, Place, PlaceDigests, hash_batches, resident_digests
 
 
 class Verification:
@@ -25,6 +25,7 @@ class Verification:
         seal promises, by digest."""
         self._request = request
         self._progress = progress
+        self._digests = PlaceDigests()
         self._known: dict[Place, tuple[int, Digest]] = {}
         self._unknown: dict[int, list[Place]] = defaultdict(list)  # by new slab
         self._tensors: dict[Place, list[TensorSource]] = defaultdict(list)
@@ -42,16 +43,19 @@ class Verification:
                 self._unknown[place[0]].append(place)
         progress.add_verified(sum(place[2] for place in self._known))
 
-    def batches(self, index: int, slab: Slab) -> list[list[Place]]:
+    def batches(self, index: int, slab: Slab) -> list[list[Part]]:
         """What is to be checked of a new slab, in pieces for one call of `check` each."""
         return hash_batches(self._unknown[index], {index: slab})
 
-    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Place]) -> None:
-        """Hash the places of a batch where they lie.  Raises DigestMismatch unless they are what was read and
+    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Part]) -> None:
+        """Hash the parts of a batch where they lie.  Raises DigestMismatch unless they are what was read and
         what the seal says.  Blocking, without the GIL."""
-        for place, (crc, leaves) in zip(batch, resident_digests(batch, {filled.index: slab}), strict=True):
-            self._known[place] = self._check_place(place, crc, leaves, filled.crcs)
-            self._progress.add_verified(place[2])
+        found = resident_digests(batch, {filled.index: slab})
+        for part, (crc, leaves) in zip(batch, found, strict=True):
+            whole = self._digests.add(part, crc, leaves)
+            if whole is not None:
+                self._known[part.place] = self._check_place(part.place, *whole, filled.crcs)
+            self._progress.add_verified(part.nbytes)
 
     def layout(self, slabs: Sequence[Slab]) -> Layout:
         """The layout table, once every batch was checked; slabs in the placement's order."""

@@ -41,7 +41,7 @@ class Slab(Protocol):
 
     @property
     def batch_bytes(self) -> int:
-        """How many bytes are worth hashing in one call of `sha256_leaves_of`; 0 if one range is enough."""
+        """How many bytes are best hashed in one call of `sha256_leaves_of` or `digests_of`."""
         ...
 
     def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:

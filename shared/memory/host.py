@@ -22,6 +22,9 @@ from shared.memory.host_capacity import available_bytes
 from shared.memory.native_slab import FillableSlab, ReadableSlab
 from shared.memory.usage import DeviceUsage
 
+BATCH_BYTES = 32 << 20
+"""Hashed in one call: some milliseconds, so that threads end together, and enough leaves for every lane."""
+
 _NO_MEMORY = frozenset((errno.ENOMEM, errno.ENOSPC))
 _LARGEST_SLAB_BYTES = 2**63 - 1  # off_t
 
@@ -34,7 +37,7 @@ class HostSlab(ReadableSlab[_native.HostSlab]):
 
     @property
     def batch_bytes(self) -> int:
-        return 0
+        return BATCH_BYTES
 
 
 class Promises:

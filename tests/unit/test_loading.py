@@ -33,10 +33,16 @@ REF = VersionRef("toy", "v1")
 RULES = PlacementRules(slab_bytes=256 << 10, read_bytes=64 << 10, granularity_bytes=4096)
 
 
+@pytest.fixture(autouse=True)
+def _runs_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaderd.filling.RUN_BYTES", RULES.read_bytes)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     random = np.random.default_rng(7)
     tensors = {f"layer.{i}.w": random.random((64, 300 + i), dtype=np.float32) for i in range(6)}
+    tensors["large"] = random.random((150, 1001), dtype=np.float32)  # more than one leaf
     tensors["scalar"] = np.array(3.0, dtype=np.float32)
     tensors["empty"] = np.zeros((0, 4), dtype=np.float32)
     tensors["twin"] = tensors["layer.0.w"].copy()
