@@ -60,6 +60,7 @@ class InferdConfig(ConfigModel):
     model: Name
     run_dir: Path = DEFAULT_RUN_DIR
     backend: BackendName = "host"
+    device: str | None = None  # full UUID of the GPU to serve on; may be left out where it sees one
     listen: Annotated[str, Field(pattern=r"^(unix:/.+|\[?[0-9A-Za-z.:-]+\]?:[0-9]{1,5})$")] = "127.0.0.1:8000"
     verify_mapped: bool = True  # hash every byte as mapped here before it may serve
     shutdown_timeout_s: Timeout = 30.0  # requests in flight at SIGTERM may take this long

@@ -25,7 +25,7 @@ from shared.health import HealthServer, LoopPulse
 from shared.http_server import HttpServer
 from shared.ids import VersionTag
 from shared.logs import route_library_logs
-from shared.memory.selection import open_backend
+from shared.memory.selection import choose_device, open_backend
 from shared.messages import InFlight
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
@@ -68,8 +68,8 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
     run_dir = RunDir(config.run_dir)
     registry = new_registry("inferd")
     backend = open_backend(config.backend)
-    for device in backend.devices():
-        backend.free_bytes(device)  # a GPU's context takes 0.2 s to make: now, not in the first prepare
+    device = choose_device(backend, config.device)
+    backend.free_bytes(device)  # a GPU's context takes 0.2 s to make: now, not in the first prepare
     engine = TransformersEngine(config.engine.settings())
     route_library_logs()
     watch = ProgressWatch(engine, config.stuck_after_s)
@@ -85,7 +85,7 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
         preparer = Preparer(slots, engine, backend, verify_mapped=config.verify_mapped)
         api = create_app(engine, slots, config.api.settings(), registry)
         link = LoaderdLink(
-            Identity(config.name, config.model),
+            Identity(config.name, config.model, device),
             run_dir.handoff,
             slots,
             preparer,

@@ -43,7 +43,7 @@ from shared.handoff import (
     SlabBatch,
     Welcome,
 )
-from shared.ids import Epoch, VersionTag
+from shared.ids import DeviceId, Epoch, VersionTag
 from shared.memory.backend import MemoryBackend
 from shared.messages import InFlight, Tag, WireError
 from shared.transfer import IncomingVersion, slab_batches, table_fds
@@ -64,6 +64,7 @@ class Identity:
 
     name: str
     model: str
+    device: DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class LoaderdLink:
                             attempt = 0
                     finally:
                         channel.close()
+                    _check_not_cancelled()
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
 
@@ -169,7 +171,7 @@ class LoaderdLink:
             name=self._identity.name,
             model=self._identity.model,
             backend=self._backend.name,
-            devices=tuple(self._backend.devices()),
+            device=self._identity.device,
             engine=abilities.name,
             flip=str(abilities.flip),
             serves_two_versions=abilities.serves_two_versions,
@@ -354,6 +356,14 @@ class LoaderdLink:
             # Whoever waits for the answer must not wait for ever, and this inferd serves on.
             log.info("answer.undelivered", kind=message.kind, error=error.message)
             channel.close()
+
+
+def _check_not_cancelled() -> None:
+    """Raise CancelledError where this task was cancelled and has not noticed: a TaskGroup that ends with an
+    error of its own keeps a cancellation that comes meanwhile to itself (before Python 3.13)."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _check_peer(channel: SeqpacketChannel, run_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,10 @@ from shared.supervisor import Stop
 
 if TYPE_CHECKING:
     from inferd.config import InferdConfig
+
+CUBLAS_WORKSPACES = ":4096:2:16:8"
+"""KiB and number of cuBLAS's scratch buffers.  Its own choice on Hopper, 32 MiB a stream, makes no step
+faster (docs/benchmarks)."""
 
 SUMMARY = "Map verified weights from loaderd, serve an OpenAI-compatible API, flip between two versions."
 
@@ -25,6 +30,7 @@ def _load(path: Path) -> InferdConfig:
 async def _serve(config: InferdConfig, stop: Stop) -> None:
     from inferd.daemon import serve
 
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)  # read when cuBLAS starts
     await serve(config, stop)
 
 

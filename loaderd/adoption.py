@@ -24,12 +24,18 @@ async def take_back(
     """Receive, map and verify a version that an inferd holds; its slabs go to the table.
 
     Every byte is hashed against the tag, which comes from the journal or is what is found to serve.
-    A slab that two versions share is mapped once.  Raises ProtocolError, DigestMismatch, PeerGone.
+    All of it must be on the inferd's device.  A slab that two versions share is mapped once.  Raises
+    ProtocolError, DigestMismatch, PeerGone.
     """
     incoming = await lease.hand_back(tag, HAND_BACK_WITHIN_S)
     mapped = await asyncio.to_thread(incoming.map, backend)
     own: list[Slab] = []
     try:
+        for entry in mapped.layout.slabs:
+            if entry.device != lease.device:
+                raise ProtocolError(
+                    f"{lease.name} is on {lease.device} and handed back a slab of {entry.device}"
+                )
         for slab in mapped.slabs:
             if slab.entry.slab_id in slabs:
                 known = slabs.share(slab.entry.slab_id, user)

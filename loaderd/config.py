@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
+from loaderd.signature.keys import KeyRefused, TrustedKey
 from shared.config_file import ConfigModel
 from shared.memory.pool import PIECE_BYTES
 from shared.memory.selection import BackendName
@@ -16,13 +18,34 @@ from shared.run_dir import DEFAULT_RUN_DIR
 Timeout = Annotated[float, Field(gt=0, le=86_400)]
 
 
+def _read_key(value: object) -> TrustedKey:
+    if isinstance(value, TrustedKey):
+        return value
+    if not isinstance(value, str):
+        raise PydanticCustomError("trusted_key", "Input should be the path of a PEM file")
+    try:
+        return TrustedKey.read(Path(value))
+    except KeyRefused as error:
+        raise PydanticCustomError("trusted_key", "{reason}", {"reason": error.message}) from error
+
+
 class ModelConfig(ConfigModel):
     """How one model's versions are checked and rolled out."""
 
-    verify: Literal["digest", "sealed"] = "digest"
+    devices: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all"] | None = None  # None: `device`
+    verify: Literal["digest", "sealed", "signed"] = "digest"
+    trusted_keys: tuple[Annotated[TrustedKey, PlainValidator(_read_key)], ...] = ()  # read with the file
     prepare_timeout_s: Timeout = 600.0  # mapping, building and warming on every inferd
     commit_timeout_s: Timeout = 10.0  # a flip takes microseconds; this is for a hung process
     drain_timeout_s: Timeout = 300.0  # requests still running on a version whose slot is needed
+
+    @model_validator(mode="after")
+    def _keys_go_with_signed(self) -> Self:
+        if (self.verify == "signed") != bool(self.trusted_keys):
+            raise PydanticCustomError(
+                "trusted_keys", "trusted_keys and verify = 'signed' are of no use without each other"
+            )
+        return self
 
 
 class LoaderdConfig(ConfigModel):
@@ -32,10 +55,10 @@ class LoaderdConfig(ConfigModel):
     state_dir: Path = Path("/var/lib/changeover")
     model_roots: Annotated[tuple[Path, ...], Field(min_length=1)]
     backend: BackendName = "host"
-    device: str | None = None  # full UUID of a GPU; may be left out where there is one
+    device: str | None = None  # full UUID; of models that name none; may be left out where there is one
     legacy_ipc: bool = False  # cuda: blocks of legacy CUDA IPC in place of fds, which inferds could write to
-    memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None  # weights of all versions together
-    pool_bytes: Annotated[int, Field(ge=PIECE_BYTES)] | None = None  # cuda: kept for weights, used or not
+    memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None  # of weights on each device
+    pool_bytes: Annotated[int, Field(ge=PIECE_BYTES)] | None = None  # cuda: on each device, kept for weights
     slab_bytes: Annotated[int, Field(ge=2 << 20)] = 1 << 30
     admin_group: str | None = None  # may push and roll back, beside root and the daemon's user
     inferd_group: str | None = None  # may attach and take weights, and nothing else

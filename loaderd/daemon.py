@@ -21,6 +21,7 @@ from loaderd.authorisation import Group, Policy
 from loaderd.chronicle import Chronicle
 from loaderd.config import LoaderdConfig
 from loaderd.control_server import ControlServer
+from loaderd.copies import Copies
 from loaderd.deployment import Deployment, Host
 from loaderd.event_socket import EventSocket
 from loaderd.gpu_watch import GpuWatch
@@ -29,6 +30,7 @@ from loaderd.inquiries import Inquiries
 from loaderd.journal import Journal
 from loaderd.leases import Lease
 from loaderd.metrics import LoaderdMetrics
+from loaderd.model_devices import ModelDevices
 from loaderd.nvml import open_nvml
 from loaderd.operations import Operations
 from loaderd.placement import PlacementRules
@@ -52,8 +54,8 @@ from shared.control import (
 )
 from shared.errors import ChangeoverError, ConfigError, InvalidRequest, ResourceError
 from shared.health import HealthServer, LoopPulse
-from shared.ids import Generation, LeaseId, VersionRef
-from shared.memory.selection import choose_device, open_backend, reserve_pool
+from shared.ids import DeviceId, Generation, LeaseId, VersionRef
+from shared.memory.selection import open_backend, reserve_pool
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
 from shared.run_dir import RunDir, listen_seqpacket
@@ -86,32 +88,33 @@ class Loaderd:
         self._chronicle = chronicle
         self._supervisor = supervisor
         self._backend = open_backend(config.backend, config.memory_limit_bytes, legacy_ipc=config.legacy_ipc)
-        self._device = choose_device(self._backend, config.device)
+        devices = ModelDevices.choose(config, self._backend)
         if config.pool_bytes is not None:
-            self._reserve(config.pool_bytes)
+            for device in devices.all:
+                self._reserve(device, config.pool_bytes)
         nvml = open_nvml() if config.backend == "cuda" else None
-        self.gpus = GpuWatch(nvml, (self._device,), chronicle)
+        self.gpus = GpuWatch(nvml, devices.all, chronicle)
         self.slabs = SlabTable()
         versions = VersionTable(chronicle, self.slabs)
         planner = Planner(
             config.model_roots,
             self._backend,
-            self._device,
             versions,
             PlacementRules(slab_bytes=config.slab_bytes),
             config.memory_limit_bytes,
             self.gpus,
         )
         self.handoff = HandoffServer(
-            chronicle.generation, self.policy(), self._backend, self._device, chronicle, holder=self
+            chronicle.generation, self.policy(), self._backend, devices, chronicle, holder=self
         )
         self._host = Host(
             chronicle,
             Operations(chronicle),
             versions,
+            Copies(versions, self._backend, self.gpus, chronicle),
             planner,
             self._backend,
-            self._device,
+            devices,
             self.gpus,
             self.handoff.leases,
             self._spawn,
@@ -121,14 +124,14 @@ class Loaderd:
         self.inquiries = Inquiries(self._host, self.deployments, config.model_roots)
         self._attempts: dict[LeaseId, tuple[int, float]] = {}  # failures, and when to try again
 
-    def _reserve(self, pool_bytes: int) -> None:
-        missing = reserve_pool(self._backend, self._device, pool_bytes)
+    def _reserve(self, device: DeviceId, pool_bytes: int) -> None:
+        missing = reserve_pool(self._backend, device, pool_bytes)
         if missing > 0:
             # No reason to end: what is missing may be what inferds still hold of loaderd's last life.
             self._chronicle.record(
                 "pool.short",
                 f"{missing} of the pool's {pool_bytes} bytes are held by others until they are free",
-                device=self._device,
+                device=device,
                 pool_bytes=pool_bytes,
                 missing_bytes=missing,
             )
@@ -146,12 +149,13 @@ class Loaderd:
     async def push(self, body: Push) -> PushReply:
         """Plan; unless it is a dry run or refused, start."""
         ref = VersionRef.of(body.name, body.model)
+        devices = self._host.devices.of(ref.model)
         opened = await self._host.planner.open(body.name, ref, self._config.model(ref.model))
         try:
             # Only what starts makes a model known: a name that was mistyped leaves no trace.
             known = self.deployments.get(ref.model)
             active, retained = (known.active, known.retained) if known is not None else (None, None)
-            plan = self._host.planner.plan(opened, active, retained)
+            plan = self._host.planner.plan(opened, devices, active, retained)
             report = plan_report(plan, opened)
             if not any(lease.model == ref.model for lease in self.handoff.leases.values()):
                 warning = f"no inferd of {ref.model} is attached: the version will wait for one"
@@ -239,8 +243,9 @@ class Loaderd:
         while True:
             await asyncio.sleep(MAINTAIN_EVERY_S)
             if self._config.pool_bytes is not None:
-                # Asking has the pool take back what readers have let go of.
-                self._backend.free_bytes(self._device)
+                for device in self._host.devices.all:
+                    # Asking has the pool take back what readers have let go of.
+                    self._backend.free_bytes(device)
             for lease in tuple(self.handoff.leases.values()):
                 if lease.count_silence() >= SILENT_LOOKS:
                     self._end_silent(lease)
@@ -264,8 +269,14 @@ class Loaderd:
 
     def recover(self) -> None:
         """Begin to find out what serves; pushes wait until it is known."""
-        for model in self._chronicle.journal.recollection.committed:
-            self._deployment(model)
+        for model, committed in self._chronicle.journal.recollection.committed.items():
+            try:
+                self._deployment(model)
+            except InvalidRequest as error:  # the configuration has no device for it any more
+                self._chronicle.record(
+                    "restore.refused", error.message, model=model, version=committed.tag.ref.version
+                )
+                continue
             self._spawn(self._reconciliations[model].recover(self._config.adopt_grace_s))
 
     # --- health ----------------------------------------------------------------------------------

@@ -11,13 +11,16 @@ from typing import Any
 from loaderd.chronicle import Chronicle
 from loaderd.compatibility import compare_assets, is_tokenizer_file
 from loaderd.config import ModelConfig
+from loaderd.copies import Copies
 from loaderd.gpu_watch import GpuWatch
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import Loaded, load_and_verify
+from loaderd.model_devices import ModelDevices
 from loaderd.operations import Kind, Operation, Operations
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
+from loaderd.proving import hash_signed
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.versions import Version, VersionTable
 from shared.control import ModelReport
@@ -45,9 +48,10 @@ class Host:
     chronicle: Chronicle
     operations: Operations
     versions: VersionTable
+    copies: Copies
     planner: Planner
     backend: MemoryBackend
-    device: DeviceId
+    devices: ModelDevices
     gpus: GpuWatch
     leases: Mapping[LeaseId, Lease]
     spawn: Callable[[Coroutine[Any, Any, None]], None]
@@ -61,7 +65,9 @@ class Deployment:
     """
 
     def __init__(self, model: str, config: ModelConfig, host: Host) -> None:
+        """Raises InvalidRequest where the configuration chooses no device for the model."""
         self.model = model
+        self.devices = host.devices.of(model)
         self.config = config
         self.epoch = Epoch(0)
         self.active: Version | None = None
@@ -117,16 +123,21 @@ class Deployment:
     async def _load(self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None) -> Version:
         versions = self._host.versions
         version = versions.new(operation.ref)
+        sources = versions.new_user()
         try:
+            if not opened.is_proven:
+                self._cancel_load = threading.Event()
+                opened = await hash_signed(operation, opened, self._host.operations, self._cancel_load)
             # Planned here, not when the client was answered: an operation before this one may have
             # changed what is resident.
-            plan = self._host.planner.plan(opened, self.active, self.retained)
+            plan = self._host.planner.plan(opened, self.devices, self.active, self.retained)
             check_hot(plan, opened.folder)
             operation.warnings.extend(plan.warnings)
             versions.advance(version, VersionEvent.PLAN, "the plan is hot", operation.id)
             # At once: what is on its way out may be gone after the first wait.
-            shared_slabs = tuple(
-                versions.slabs.share(slab_id, version.user) for slab_id in plan.placement.shared_slabs
+            shared = tuple(
+                self._host.copies.share(slab, self.devices, version.user, sources)
+                for slab in plan.shared_slabs
             )
             if plan.sweep_first:
                 await self._sweep_retained(f"its memory is needed for {operation.ref}")
@@ -136,27 +147,34 @@ class Deployment:
                 checkpoint=opened.checkpoint,
                 seal=opened.seal,
                 placement=plan.placement,
-                shared_slabs=shared_slabs,
-                device=self._host.device,
+                shared=shared,
+                devices=self.devices,
             )
             loaded = await self._load_with_progress(operation, request)
             for slab in loaded.new_slabs:
                 versions.slabs.add(slab, version.user)
-            version.resident = loaded.version
+            for device, copy in loaded.copies.items():
+                version.add_copy(device, copy)
             version.config = dict(opened.checkpoint.config)
-            version.verified = "sealed" if opened.seal is not None else "digest"
-            operation.tag = loaded.version.tag
+            version.verified = opened.verified
+            operation.tag = version.tag
             operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
-            if expected is not None and loaded.version.tag.digest != expected:
+            operation.bytes_replicated, operation.replicate_s = loaded.bytes_replicated, loaded.replicate_s
+            if expected is not None and version.tag.digest != expected:
                 raise DigestMismatch(
-                    f"the folder now holds {loaded.version.tag.digest}, {expected} was active",
+                    f"the folder now holds {version.tag.digest}, {expected} was active",
                     file=opened.folder,
                 )
-            versions.advance(version, VersionEvent.VERIFY, "every resident byte is verified", operation.id)
+            cause = "every resident byte is verified"
+            if opened.signed is not None:
+                cause += f", as signed with key {opened.signed.key.hint[:12]}"
+            versions.advance(version, VersionEvent.VERIFY, cause, operation.id)
         except BaseException as error:
             versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
             self.collect()
             raise
+        finally:
+            versions.slabs.release(sources)
         return version
 
     async def _load_with_progress(self, operation: Operation, request: LoadRequest) -> Loaded:
@@ -178,7 +196,7 @@ class Deployment:
             operation.check_not_superseded()
             return work.result()
         except OutOfMemory as error:
-            raise error.naming(self._host.gpus.holders(self._host.device)) from error
+            raise error.naming(self._host.gpus.holders(DeviceId(error.device))) from error
         except BaseException:
             # The thread must be out of the slabs before anyone closes them.
             self._cancel_load.set()
@@ -245,7 +263,7 @@ class Deployment:
         try:
             await self._activate(operation, target)
         except BaseException as error:
-            if target.state is not VersionState.ACTIVE:
+            if target.state in _ON_ITS_WAY:
                 self._host.versions.advance(target, VersionEvent.RETAIN, cause_of(error), operation.id)
             raise
 
@@ -257,11 +275,15 @@ class Deployment:
         operation.check_not_superseded()
         self._check_tokens_keep_their_meaning(operation, version)
         self._host.operations.enter(operation, "preparing")
+        for lease in tuple(self.leases().values()):
+            if not lease.has_prepared(version.tag):
+                await self._host.copies.on(lease.device, version)
         versions = self._host.versions
         versions.advance(version, VersionEvent.PREPARE, operation.kind, operation.id)
         epoch = Epoch(self.epoch + 1)
         driver = RolloutDriver(
-            version.memory,
+            version.tag,
+            version.copies,
             epoch,
             self.leases(),
             self._limits(),
@@ -338,7 +360,8 @@ class Deployment:
         if retained is None or lease.has_prepared(retained.tag):
             return
         try:
-            await lease.prepare(retained.memory, self.config.prepare_timeout_s, self.config.drain_timeout_s)
+            copy = await self._host.copies.on(lease.device, retained)
+            await lease.prepare(copy, self.config.prepare_timeout_s, self.config.drain_timeout_s)
         except ChangeoverError as error:
             self._host.chronicle.record(
                 "inferd.not_retained",

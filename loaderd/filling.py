@@ -21,7 +21,7 @@ OnSealed = Callable[[FilledSlab, Slab], None]
 
 
 class Filling:
-    """The new slabs of one load while they are filled.
+    """The new slabs of one load on its first device while they are filled.
 
     Owns them: what is still open when `undo` unwinds is closed.  The work is `read`, on as many threads
     of the crew as there are."""
@@ -48,7 +48,7 @@ class Filling:
         self._sealed: dict[int, Slab] = {}
         self._writable: list[WritableSlab] = []
         for nbytes in request.placement.slabs:
-            slab = backend.create_slab(request.device, nbytes)
+            slab = backend.create_slab(request.devices[0], nbytes)
             undo.enter_context(slab)
             self._writable.append(slab)
 

@@ -15,6 +15,7 @@ import structlog
 from loaderd.authorisation import Caller, Policy
 from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
+from loaderd.model_devices import ModelDevices
 from loaderd.peer_groups import groups_of
 from shared.codec import HANDOFF_FRAME_BYTES, PROTOCOL_VERSION, decode, encode
 from shared.errors import (
@@ -27,7 +28,7 @@ from shared.errors import (
 )
 from shared.fdpass import PeerCredentials, SeqpacketChannel
 from shared.handoff import FROM_INFERD, Hello, Refused, Welcome
-from shared.ids import DeviceId, Generation, LeaseId
+from shared.ids import Generation, LeaseId
 from shared.memory.backend import MemoryBackend
 from shared.messages import WireError
 
@@ -64,14 +65,14 @@ class HandoffServer:
         generation: Generation,
         policy: Policy,
         backend: MemoryBackend,
-        device: DeviceId,
+        devices: ModelDevices,
         chronicle: Chronicle,
         holder: LeaseHolder,
     ) -> None:
         self._generation = generation
         self._policy = policy
         self._backend = backend
-        self._device = device
+        self._devices = devices
         self._chronicle = chronicle
         self._holder = holder
         self._lease_ids = itertools.count(1)
@@ -168,9 +169,10 @@ class HandoffServer:
             raise ProtocolError(f"inferd speaks protocol {hello.protocol}, loaderd {PROTOCOL_VERSION}")
         if hello.backend != self._backend.name:
             raise InvalidRequest(f"inferd maps {hello.backend!r} memory, loaderd has {self._backend.name!r}")
-        if self._device not in hello.devices:
+        devices = self._devices.of(hello.model)
+        if hello.device not in devices:
             raise InvalidRequest(
-                f"inferd uses devices {sorted(hello.devices)}, the weights are on {self._device}"
+                f"inferd is on device {hello.device}, versions of {hello.model} are on {', '.join(devices)}"
             )
         for lease in self.leases.values():
             if lease.name == hello.name:

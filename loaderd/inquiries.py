@@ -16,6 +16,7 @@ from loaderd.checkpoint.listing import list_folders
 from loaderd.deployment import Deployment, Host
 from loaderd.lifecycle import VersionState
 from loaderd.seal.document import read_seal
+from loaderd.seal.glance import SealGlance
 from loaderd.versions import Version
 from shared.control import (
     Diff,
@@ -35,9 +36,9 @@ from shared.control import (
     VersionsReport,
 )
 from shared.errors import InvalidRequest, ResourceError, UnknownVersion
-from shared.ids import Digest
-from shared.messages import Tag
-from shared.resident import damaged_tensors
+from shared.ids import DeviceId, Digest
+from shared.messages import FACT_CHARACTERS, Tag, cut_text
+from shared.resident import ResidentVersion, damaged_tensors
 
 Found = TypeVar("Found")
 
@@ -59,6 +60,7 @@ class Inquiries:
         # One thread, and not one of those that pushes use: anyone may ask.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="inquiry")
         self._folder_reads = 0
+        self._seals = SealGlance()
 
     def close(self) -> None:
         """Drop what nobody waits for any more."""
@@ -81,7 +83,7 @@ class Inquiries:
             pid=os.getpid(),
             uptime_s=time.monotonic() - self._started_s,
             backend=self._host.backend.name,
-            memory=(self._memory(),),
+            memory=tuple(self._memory(device) for device in self._host.devices.all),
             models=tuple(deployment.report() for _, deployment in sorted(self._deployments.items())),
             versions=self._resident(),
             inferds=tuple(
@@ -91,8 +93,8 @@ class Inquiries:
 
     async def versions(self, _: Versions) -> VersionsReport:
         """Resident versions, and the folders below the model roots."""
-        folders = await self._read(lambda: list_folders(self._roots))
-        resident = {str(version.ref) for version in self._host.versions if version.resident is not None}
+        folders = await self._read(lambda: list_folders(self._roots, self._seals.fault))
+        resident = {str(version.ref) for version in self._host.versions if version.is_resident}
         return VersionsReport(
             resident=self._resident(),
             folders=tuple(
@@ -100,6 +102,7 @@ class Inquiries:
                     name=folder.name,
                     root=str(folder.root),
                     sealed=folder.is_sealed,
+                    seal_fault=cut_text(folder.seal_fault, FACT_CHARACTERS),
                     nbytes=folder.nbytes,
                     resident=folder.name in resident,
                 )
@@ -116,32 +119,37 @@ class Inquiries:
         return self._host.operations.get(body.operation).report()
 
     async def verify(self, body: Verify) -> VerifyReport:
-        """Hash every resident byte of a version, beside its serving."""
+        """Hash every resident byte of a version, on each of its devices, beside its serving."""
         version = self._find(body.name)
-        memory = version.memory
+        tag, copies, layout = version.tag, dict(version.copies), version.content.layout
         started = time.perf_counter()
         # The slabs must outlive the hashing, whatever is swept meanwhile and whether or not the request's
         # deadline passes: the thread goes on.
         user = self._host.versions.hold(version)
-        hashing = asyncio.ensure_future(asyncio.to_thread(damaged_tensors, memory))
+        hashing = asyncio.ensure_future(asyncio.to_thread(_damaged_by_device, copies))
         hashing.add_done_callback(lambda _: self._host.versions.slabs.release(user))
-        damaged = await asyncio.shield(hashing)
+        found = await asyncio.shield(hashing)
+        damaged = sorted({name for names in found.values() for name in names})
         report = VerifyReport(
-            tag=Tag.of(memory.tag),
+            tag=Tag.of(tag),
             against=version.verified,
-            tensors=len(memory.layout.tensors),
-            nbytes=memory.layout.total_bytes,
+            devices=tuple(copies),
+            tensors=len(layout.tensors),
+            nbytes=layout.total_bytes * len(copies),
             seconds=time.perf_counter() - started,
-            damaged=damaged[:NAMES_SHOWN],
+            damaged=tuple(damaged[:NAMES_SHOWN]),
+            damaged_devices=tuple(device for device, names in found.items() if names),
         )
-        if damaged:
-            self._host.chronicle.record(
-                "version.damaged",
-                f"{len(damaged)} tensors, the first is {damaged[0]}",
-                model=memory.tag.ref.model,
-                version=memory.tag.ref.version,
-                tensors=len(damaged),
-            )
+        for device, names in found.items():
+            if names:
+                self._host.chronicle.record(
+                    "version.damaged",
+                    f"{len(names)} tensors on {device}, the first is {names[0]}",
+                    model=tag.ref.model,
+                    version=tag.ref.version,
+                    tensors=len(names),
+                    device=device,
+                )
         return report
 
     async def diff(self, body: Diff) -> DiffReport:
@@ -149,15 +157,15 @@ class Inquiries:
         before, after = await asyncio.gather(self._content(body.before), self._content(body.after))
         return compare(body.before, before, body.after, after)
 
-    def _memory(self) -> MemoryReport:
+    def _memory(self, device: DeviceId) -> MemoryReport:
         slabs = self._host.versions.slabs
-        usage = self._host.backend.usage(self._host.device)
-        reading = self._host.gpus.reading(self._host.device)
+        usage = self._host.backend.usage(device)
+        reading = self._host.gpus.reading(device)
         return MemoryReport(
-            device=self._host.device,
-            used_bytes=slabs.used_bytes,
+            device=device,
+            used_bytes=slabs.used_bytes(device),
             free_bytes=usage.free_bytes,
-            peak_bytes=slabs.peak_bytes,
+            peak_bytes=slabs.peak_bytes(device),
             total_bytes=usage.total_bytes,
             pool_bytes=usage.pool_bytes,
             reserved_bytes=usage.reserved_bytes,
@@ -177,7 +185,7 @@ class Inquiries:
         found = [
             version
             for version in self._host.versions
-            if version.resident is not None
+            if version.is_resident
             and version.state not in (VersionState.DRAINING, VersionState.FAILED)
             and name in (str(version.ref), version.ref.version, str(version.tag))
         ]
@@ -191,7 +199,7 @@ class Inquiries:
         except UnknownVersion:
             return await self._read(lambda: self._content_of_folder(name))
         return Content(
-            {t.name: (t.dtype, t.shape, t.nbytes, t.digest) for t in version.memory.layout.tensors},
+            {t.name: (t.dtype, t.shape, t.nbytes, t.digest) for t in version.content.layout.tensors},
             version.asset_digests(),
         )
 
@@ -210,6 +218,12 @@ class Inquiries:
             {tensor: (t.dtype, t.shape, t.nbytes, t.digest) for tensor, t in seal.tensors.items()},
             seal.asset_digests,
         )
+
+
+def _damaged_by_device(copies: Mapping[DeviceId, ResidentVersion]) -> dict[DeviceId, tuple[str, ...]]:
+    """Damaged tensors of each copy; devices hash side by side.  Blocking."""
+    with ThreadPoolExecutor(len(copies), thread_name_prefix="verify") as workers:
+        return dict(zip(copies, workers.map(damaged_tensors, copies.values()), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from shared.handoff import (
     Report,
     SlabBatch,
 )
-from shared.ids import Epoch, LeaseId, VersionTag
+from shared.ids import DeviceId, Epoch, LeaseId, VersionTag
 from shared.messages import InFlight, Tag
 from shared.resident import ResidentVersion
 from shared.transfer import IncomingVersion, slab_batches, table_fds
@@ -61,6 +61,7 @@ class Lease:
         self.id = lease_id
         self.name = hello.name
         self.model = hello.model
+        self.device = DeviceId(hello.device)
         self.peer = channel.peer
         self.epoch = Epoch(hello.epoch)
         self.slots: tuple[SlotReport, ...] = tuple(
@@ -109,6 +110,7 @@ class Lease:
         return HolderReport(
             inferd=self.name,
             pid=self.peer.pid,
+            device=self.device,
             state=slot.state if slot is not None else "mapping",
             references=slot.references if slot is not None else 0,
             age_s=time.monotonic() - since_s,
@@ -123,6 +125,7 @@ class Lease:
             pid=self.peer.pid,
             uid=self.peer.uid,
             model=self.model,
+            device=self.device,
             lease=self.id,
             attached_s=time.monotonic() - self._attached_s,
             serving=Tag.of(serving) if serving is not None else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,14 +16,16 @@ from shared.memory.backend import Slab
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What to load and where; the checkpoint and the shared slabs stay the caller's."""
+    """What to load and where; the checkpoint and the shared slabs stay the caller's.
+
+    A shared slab that a device lacks is copied to it from another, which need not be one of `devices`."""
 
     ref: VersionRef
     checkpoint: Checkpoint
     seal: Seal | None
     placement: Placement
-    shared_slabs: tuple[Slab, ...]  # in the order of placement.shared_slabs
-    device: DeviceId
+    shared: tuple[Mapping[DeviceId, Slab], ...]  # of each of placement.shared_slabs, the replicas there are
+    devices: tuple[DeviceId, ...]  # each gets a copy; files are read into the first
 
 
 class LoadProgress:

@@ -29,13 +29,7 @@ class LoaderdMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One snapshot; called on the event loop's thread by the health server."""
-        yield GaugeMetricFamily(
-            "changeover_weight_bytes", "Bytes of all slabs.", value=self._slabs.used_bytes
-        )
-        yield GaugeMetricFamily(
-            "changeover_weight_peak_bytes", "Most bytes of slabs at a time.", value=self._slabs.peak_bytes
-        )
-        yield from self._device()
+        yield from self._devices()
         versions = GaugeMetricFamily("changeover_versions", "Versions by state.", labels=["model", "state"])
         counts: dict[tuple[str, str], int] = {}
         for version in self._host.versions:
@@ -52,24 +46,34 @@ class LoaderdMetrics(Collector):
         yield epochs
         yield leases
 
-    def _device(self) -> Iterator[Metric]:
-        """The device's memory, and what NVML said last; no series for what is not known."""
-        device = self._host.device
-        usage = self._host.backend.usage(device)
-        yield GaugeMetricFamily(
-            "changeover_weight_free_bytes", "Bytes that new slabs could take.", value=usage.free_bytes
-        )
-        reading = self._host.gpus.reading(device)
-        for noun, text, value in (
-            ("total_bytes", "Memory of the device.", usage.total_bytes),
-            ("pool_bytes", "Memory kept for weights, in slabs or reserved.", usage.pool_bytes),
-            ("pool_reserved_bytes", "Of the pool, not in a slab.", usage.reserved_bytes),
-            ("largest_free_bytes", "What one new slab could take.", usage.largest_free_bytes),
-            ("fragmentation_ratio", "Share of free memory that one slab cannot take.", usage.fragmentation),
-            ("nvml_free_bytes", "What NVML says is free.", reading.free_bytes),
-            ("uncorrected_errors", "ECC errors since the driver was loaded.", reading.uncorrected_errors),
-        ):
-            if value is not None:
-                gauge = GaugeMetricFamily(f"changeover_device_{noun}", text, labels=["device"])
-                gauge.add_metric([device], value)
-                yield gauge
+    def _devices(self) -> Iterator[Metric]:
+        """The memory of each device, and what NVML said last; no sample for what is not known."""
+        gauges: dict[str, GaugeMetricFamily] = {}
+        for device in self._host.devices.all:
+            usage = self._host.backend.usage(device)
+            reading = self._host.gpus.reading(device)
+            for noun, text, value in (
+                ("weight_bytes", "Bytes of all slabs.", self._slabs.used_bytes(device)),
+                ("weight_peak_bytes", "Most bytes of slabs at a time.", self._slabs.peak_bytes(device)),
+                ("weight_free_bytes", "Bytes that new slabs could take.", usage.free_bytes),
+                ("device_total_bytes", "Memory of the device.", usage.total_bytes),
+                ("device_pool_bytes", "Memory kept for weights, in slabs or reserved.", usage.pool_bytes),
+                ("device_pool_reserved_bytes", "Of the pool, not in a slab.", usage.reserved_bytes),
+                ("device_largest_free_bytes", "What one new slab could take.", usage.largest_free_bytes),
+                (
+                    "device_fragmentation_ratio",
+                    "Share of free memory that one slab cannot take.",
+                    usage.fragmentation,
+                ),
+                ("device_nvml_free_bytes", "What NVML says is free.", reading.free_bytes),
+                (
+                    "device_uncorrected_errors",
+                    "ECC errors since the driver was loaded.",
+                    reading.uncorrected_errors,
+                ),
+            ):
+                name = f"changeover_{noun}"
+                gauge = gauges.setdefault(name, GaugeMetricFamily(name, text, labels=["device"]))
+                if value is not None:
+                    gauge.add_metric([device], value)
+        yield from gauges.values()

@@ -42,11 +42,13 @@ class Operation:
     bytes_total: int = 0
     bytes_read: int = 0
     bytes_verified: int = 0
+    bytes_replicated: int = 0
     inferds_total: int = 0
     inferds_prepared: int = 0
     inferds_committed: int = 0
     load_s: float = 0.0
     verify_s: float = 0.0
+    replicate_s: float = 0.0
     prepare_s: float = 0.0
     commit_s: float = 0.0
     requests_turned: int = 0
@@ -84,11 +86,13 @@ class Operation:
             bytes_total=self.bytes_total,
             bytes_read=self.bytes_read,
             bytes_verified=self.bytes_verified,
+            bytes_replicated=self.bytes_replicated,
             inferds_total=self.inferds_total,
             inferds_prepared=self.inferds_prepared,
             inferds_committed=self.inferds_committed,
             load_s=self.load_s,
             verify_s=self.verify_s,
+            replicate_s=self.replicate_s,
             prepare_s=self.prepare_s,
             commit_s=self.commit_s,
             in_flight=self.in_flight,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Self
 
 from loaderd.checkpoint.header import TensorSource
-from shared.errors import InvariantError
+from loaderd.residents import Residents
 from shared.ids import Digest, SlabId
-from shared.layout import ALIGNMENT_BYTES, Layout
+from shared.layout import ALIGNMENT_BYTES
 
 _FULL_FRACTION = 64
 """A slab with less than one part in this many left takes no more tensors."""
@@ -24,69 +23,6 @@ class PlacementRules:
     read_bytes: int = 8 << 20  # most bytes of one read
     granularity_bytes: int = 2 << 20  # slab sizes are multiples of this
     max_dead_ratio: float = 1.0  # bytes kept alive only by their neighbours, per byte of the version
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentPlace:
-    """Where content lies now."""
-
-    slab_id: SlabId
-    offset_bytes: int
-    nbytes: int
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentSlab:
-    """A slab that is allocated now, and the versions that keep it."""
-
-    slab_id: SlabId
-    nbytes: int
-    held_by: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Residents:
-    """All content that is resident on a device, by digest, and the slabs it lies in."""
-
-    places: Mapping[Digest, ResidentPlace] = field(default_factory=lambda: MappingProxyType({}))
-    slabs: Mapping[SlabId, ResidentSlab] = field(default_factory=lambda: MappingProxyType({}))
-
-    @classmethod
-    def of(cls, versions: Mapping[str, Layout]) -> Self:
-        """What the layouts of the resident versions say; of content in two places, the first counts."""
-        places: dict[Digest, ResidentPlace] = {}
-        sizes: dict[SlabId, int] = {}
-        holders: dict[SlabId, set[str]] = {}
-        for version, layout in versions.items():
-            for slab in layout.slabs:
-                if sizes.setdefault(slab.slab_id, slab.nbytes) != slab.nbytes:
-                    raise InvariantError(f"two versions disagree on the size of slab {slab.slab_id}")
-                holders.setdefault(slab.slab_id, set()).add(version)
-            for tensor in layout.tensors:
-                if tensor.nbytes:
-                    slab_id = layout.slabs[tensor.slab].slab_id
-                    places.setdefault(
-                        tensor.digest,
-                        ResidentPlace(slab_id, tensor.offset_bytes, tensor.nbytes, tensor.crc32),
-                    )
-        slabs = {
-            slab_id: ResidentSlab(slab_id, sizes[slab_id], frozenset(holders[slab_id])) for slab_id in sizes
-        }
-        return cls(MappingProxyType(places), MappingProxyType(slabs))
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return sum(slab.nbytes for slab in self.slabs.values())
-
-    def freed_bytes(self, versions: frozenset[str], kept: frozenset[SlabId]) -> int:
-        """Bytes that come free when `versions` go, while slabs in `kept` stay."""
-        return sum(
-            slab.nbytes
-            for slab in self.slabs.values()
-            if slab.held_by and slab.held_by <= versions and slab.slab_id not in kept
-        )
 
 
 @dataclass(frozen=True, slots=True)

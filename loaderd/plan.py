@@ -20,8 +20,9 @@ from loaderd.compatibility import (
     compare_tensors,
     is_tokenizer_file,
 )
-from loaderd.placement import Placement, PlacementRules, ReadExtent, Residents, SharedTensor, place
-from shared.ids import Digest
+from loaderd.placement import Placement, PlacementRules, ReadExtent, SharedTensor, place
+from loaderd.residents import Residents, ResidentSlab
+from shared.ids import DeviceId, Digest
 from shared.layout import Layout
 
 _NAMED = 3
@@ -49,6 +50,7 @@ class Candidate:
     config: Mapping[str, object]
     assets: Mapping[str, Digest]  # flat SHA-256 by file name
     ignored: Sequence[str] = ()
+    is_signed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,28 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of the device: what an allocation could get, and what weights may take in all."""
+    """Memory of one device: what an allocation could get, and what weights may take there in all."""
 
     free_bytes: int
     limit_bytes: int | None = None
     holders: str = ""  # one line that names who holds what is not free; empty where it is not known
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """What a push would do to the memory of one device."""
+
+    device: DeviceId
+    bytes_to_allocate: int  # new slabs, and replicas of shared ones that it lacks
+    freed_bytes: int  # by what has to go first
+    free_bytes: int  # now, by the driver or the kernel
+    room_bytes: int  # now, within the limit for weights too; negative where a lowered one is exceeded
+    peak_bytes: int  # weight memory while both versions are resident
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that it cannot hold; negative where there is more room than needed."""
+        return self.bytes_to_allocate - self.freed_bytes - self.room_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +97,10 @@ class Plan:
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
     bytes_total: int  # distinct content
-    peak_bytes: int  # weight memory while both versions are resident
-    free_bytes: int
+    devices: tuple[DevicePlan, ...]
     sweep_first: bool  # the retained version must go before anything is allocated
     placement: Placement
+    shared_slabs: tuple[ResidentSlab, ...]  # in the order of placement.shared_slabs
     tensor_changes: TensorChanges
     config_changes: tuple[ConfigChange, ...]
     files_changed: tuple[str, ...]
@@ -98,9 +117,9 @@ class Plan:
         return self.placement.bytes_to_share
 
     @property
-    def bytes_to_allocate(self) -> int:
-        """Bytes of new slabs."""
-        return self.placement.bytes_to_allocate
+    def tightest(self) -> DevicePlan:
+        """The device with the least to spare: it decides."""
+        return _tightest(self.devices)
 
     @property
     def slabs(self) -> tuple[int, ...]:
@@ -122,14 +141,15 @@ def plan_push(
     candidate: Candidate,
     serving: Serving | None,
     residents: Residents,
-    memory: DeviceMemory,
+    memory: Mapping[DeviceId, DeviceMemory],
     *,
     retained: str | None = None,
     rules: PlacementRules | None = None,
 ) -> Plan:
     """Decide how `candidate` would replace `serving`; nothing is changed and nothing is read.
 
-    `residents` are all versions on the device, by the names in `serving.name` and `retained`.
+    `residents` are all versions on the host, by the names in `serving.name` and `retained`; `memory` is
+    that of each device that is to have a copy.
     """
     rules = rules or PlacementRules()
     changes = _Changes.between(candidate, serving)
@@ -141,10 +161,10 @@ def plan_push(
         reasons=(*changes.refusals, *fit.reasons),
         warnings=(*changes.warnings, *_load_warnings(candidate, placement)),
         bytes_total=placement.bytes_to_read + placement.bytes_to_share,
-        peak_bytes=residents.total_bytes - fit.freed_bytes + placement.bytes_to_allocate,
-        free_bytes=memory.free_bytes,
+        devices=fit.devices,
         sweep_first=fit.sweep_first and verdict is not Verdict.REFUSE,
         placement=placement,
+        shared_slabs=tuple(residents.slabs[slab_id] for slab_id in placement.shared_slabs),
         tensor_changes=changes.tensors,
         config_changes=changes.config,
         files_changed=changes.files,
@@ -158,73 +178,90 @@ class _Fit:
 
     verdict: Verdict
     placement: Placement
-    freed_bytes: int
+    devices: tuple[DevicePlan, ...]
     sweep_first: bool = False
     reasons: tuple[str, ...] = ()
+
+
+def _tightest(devices: Sequence[DevicePlan]) -> DevicePlan:
+    return max(devices, key=lambda each: each.missing_bytes)
 
 
 def _fit(
     candidate: Candidate,
     serving: Serving | None,
     residents: Residents,
-    memory: DeviceMemory,
+    memory: Mapping[DeviceId, DeviceMemory],
     retained: str | None,
     rules: PlacementRules,
 ) -> _Fit:
     """The gentlest way to fit: beside everything, after a sweep, or after unloading what serves."""
 
-    def attempt(gone: frozenset[str], avoid: frozenset[str]) -> tuple[Placement, int, int]:
-        """Placement, bytes freed first, and bytes that are missing then."""
+    def attempt(gone: frozenset[str], avoid: frozenset[str]) -> tuple[Placement, tuple[DevicePlan, ...]]:
+        """Placement, and what it means for each device when `gone` went first."""
         placement = place(candidate.tensors, candidate.digests, residents, rules, avoid)
-        freed = residents.freed_bytes(gone, frozenset(placement.shared_slabs))
-        return placement, freed, placement.bytes_to_allocate - room - freed
+        return placement, tuple(
+            _device_plan(device, memory[device], placement, residents, gone) for device in memory
+        )
 
-    room = _room(residents, memory)
     nothing: frozenset[str] = frozenset()
-    placement, freed, missing = attempt(nothing, nothing)
-    if missing <= 0:
-        return _Fit(Verdict.HOT, placement, freed)
-    least_missing = missing
+    placement, devices = attempt(nothing, nothing)
+    least = _tightest(devices)
+    if least.missing_bytes <= 0:
+        return _Fit(Verdict.HOT, placement, devices)
 
     swept = nothing
     if retained is not None and (serving is None or retained != serving.name):
         swept = frozenset({retained})
         # Sharing with the version that is to go keeps its slabs: try with it, then without.
         for avoid in (nothing, swept):
-            placement, freed, missing = attempt(swept, avoid)
-            if missing <= 0:
-                return _Fit(Verdict.HOT, placement, freed, sweep_first=True)
-            least_missing = min(least_missing, missing)
+            placement, devices = attempt(swept, avoid)
+            least = min(least, _tightest(devices), key=lambda each: each.missing_bytes)
+            if least.missing_bytes <= 0:
+                return _Fit(Verdict.HOT, placement, devices, sweep_first=True)
 
     if serving is not None:
         unloaded = swept | {serving.name}
-        placement, freed, missing = attempt(unloaded, unloaded)
-        if missing <= 0:
+        placement, devices = attempt(unloaded, unloaded)
+        if _tightest(devices).missing_bytes <= 0:
             reason = (
-                f"{least_missing} bytes are missing to hold {candidate.name} beside {serving.name}: "
-                f"it fits only after {serving.name} is unloaded" + _holders(memory, least_missing + room)
+                f"{least.missing_bytes} bytes are missing on {least.device} to hold {candidate.name} beside "
+                f"{serving.name}: it fits only after {serving.name} is unloaded"
+                + _holders(memory[least.device], least.missing_bytes + least.room_bytes)
             )
-            return _Fit(Verdict.COLD, placement, freed, sweep_first=bool(swept), reasons=(reason,))
+            return _Fit(Verdict.COLD, placement, devices, sweep_first=bool(swept), reasons=(reason,))
 
-    limit = "" if memory.limit_bytes is None else f" (the limit for weights is {memory.limit_bytes})"
+    tight = _tightest(devices)
+    limit_bytes = memory[tight.device].limit_bytes
+    limit = "" if limit_bytes is None else f" (the limit for weights is {limit_bytes})"
     reason = (
-        f"{candidate.name} needs {placement.bytes_to_allocate} bytes, {max(room, 0)} are free{limit}, "
-        f"and unloading what it may replace frees {freed}: {missing} bytes are missing"
-        + _holders(memory, missing + room)
+        f"{candidate.name} needs {tight.bytes_to_allocate} bytes on {tight.device}, "
+        f"{max(tight.room_bytes, 0)} are free there{limit}, and unloading what it may replace frees "
+        f"{tight.freed_bytes}: {tight.missing_bytes} bytes are missing"
+        + _holders(memory[tight.device], tight.missing_bytes + tight.room_bytes)
     )
-    return _Fit(Verdict.REFUSE, placement, 0, reasons=(reason,))
+    # Nothing will go.
+    devices = tuple(_device_plan(device, memory[device], placement, residents, nothing) for device in memory)
+    return _Fit(Verdict.REFUSE, placement, devices, reasons=(reason,))
+
+
+def _device_plan(
+    device: DeviceId, memory: DeviceMemory, placement: Placement, residents: Residents, gone: frozenset[str]
+) -> DevicePlan:
+    used_bytes = residents.bytes_on(device)
+    room_bytes = memory.free_bytes
+    if memory.limit_bytes is not None:
+        room_bytes = min(room_bytes, memory.limit_bytes - used_bytes)
+    new_bytes = placement.bytes_to_allocate + residents.bytes_lacking(device, placement.shared_slabs)
+    freed_bytes = residents.freed_bytes(device, gone, frozenset(placement.shared_slabs))
+    return DevicePlan(
+        device, new_bytes, freed_bytes, memory.free_bytes, room_bytes, used_bytes - freed_bytes + new_bytes
+    )
 
 
 def _holders(memory: DeviceMemory, needed_bytes: int) -> str:
     """Who holds the device's memory, where that and not the limit for weights is what is missing."""
     return f"; {memory.holders}" if memory.holders and needed_bytes > memory.free_bytes else ""
-
-
-def _room(residents: Residents, memory: DeviceMemory) -> int:
-    """Bytes that can be allocated now; negative where a lowered limit is exceeded already."""
-    if memory.limit_bytes is None:
-        return memory.free_bytes
-    return min(memory.free_bytes, memory.limit_bytes - residents.total_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +339,11 @@ def _load_warnings(candidate: Candidate, placement: Placement) -> tuple[str, ...
     lines = list(candidate.ignored[:_NAMED])
     if len(candidate.ignored) > _NAMED:
         lines.append(f"{len(candidate.ignored) - _NAMED} more files or tensors of the folder are ignored")
-    if not candidate.digests:
+    if not candidate.digests and candidate.is_signed:
+        lines.append(
+            f"{candidate.name} has no seal: all of it is hashed before it is loaded, and only then shared"
+        )
+    elif not candidate.digests:
         lines.append(f"{candidate.name} has no seal: nothing can be shared, and only reading it shows damage")
     elif not placement.reads:
         lines.append(f"all tensors of {candidate.name} are resident already")

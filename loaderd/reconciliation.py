@@ -46,10 +46,13 @@ class Reconciliation:
         return self._lost_to(lease) is not None or self._is_behind(lease)
 
     def _lost_to(self, lease: Lease) -> VersionTag | None:
-        """What should be active, is not resident here, and can be taken back from this inferd."""
-        if self._deployment.active is not None:
-            return None
-        wanted = self._recollected.tag if self._recollected is not None else lease.serving
+        """What should be active, has no copy on the inferd's device, and can be taken back from it."""
+        active = self._deployment.active
+        wanted: VersionTag | None
+        if active is not None:
+            wanted = active.tag if lease.device not in active.copies else None
+        else:
+            wanted = self._recollected.tag if self._recollected is not None else lease.serving
         return wanted if wanted is not None and lease.holds(wanted) else None
 
     def _is_behind(self, lease: Lease) -> bool:
@@ -106,7 +109,8 @@ class Reconciliation:
                 deployment.commit_found(active, Epoch(lease.epoch + 1))
             done: Prepared | None = None
             if not lease.has_prepared(active.tag):
-                done = await lease.prepare(active.memory, config.prepare_timeout_s, config.drain_timeout_s)
+                copy = await self._host.copies.on(lease.device, active)
+                done = await lease.prepare(copy, config.prepare_timeout_s, config.drain_timeout_s)
             await lease.commit(active.tag, deployment.epoch, config.commit_timeout_s)
             self._host.chronicle.record(
                 "inferd.reconciled",
@@ -134,14 +138,29 @@ class Reconciliation:
     async def recover(self, grace_s: float) -> None:
         """Wait for an inferd that still maps the active version, else load it again from its folder.
 
-        Operations wait meanwhile.
+        Operations wait meanwhile.  A device whose inferds have not handed their copy back by the end of
+        the grace gets one from another device.
         """
+        graced = asyncio.get_running_loop().time() + grace_s
         async with self._deployment.one_operation:
             try:
-                async with asyncio.timeout(grace_s):
+                async with asyncio.timeout_at(graced):
                     await self._is_found.wait()
             except TimeoutError:
                 await self._restore()
+        if self._lacks_copies():
+            await asyncio.sleep(graced - asyncio.get_running_loop().time())
+            async with self._deployment.slots_in_hand:
+                for version in self._resident():
+                    await self._host.copies.complete(version, self._deployment.devices)
+
+    def _lacks_copies(self) -> bool:
+        return any(version.copies.keys() < set(self._deployment.devices) for version in self._resident())
+
+    def _resident(self) -> list[Version]:
+        """What is active and what is retained, as far as there is any."""
+        versions = (self._deployment.active, self._deployment.retained)
+        return [version for version in versions if version is not None]
 
     async def _restore(self) -> None:
         committed = self._recollected
@@ -166,10 +185,13 @@ class Reconciliation:
             await self._deployment.restore(opened, committed.tag.digest)
 
     async def _adopt_what_is_lost(self, lease: Lease) -> None:
-        """Take memory back as long as nothing is active: from then on what is unknown is stale."""
+        """Take memory back as long as nothing is active: from then on what is unknown is stale.  Of what is
+        active, take the copy on the inferd's device if there is none yet."""
         deployment, recollected = self._deployment, self._recollected
         wanted = self._lost_to(lease)
-        if wanted is not None:
+        if wanted is not None and deployment.active is not None:
+            await self._host.copies.adopt(lease, deployment.active)
+        elif wanted is not None:
             active = await self._adopt(lease, wanted)
             self._host.versions.advance(active, VersionEvent.CONFIRM, "it serves")
             if recollected is None:
@@ -181,6 +203,9 @@ class Reconciliation:
     async def _adopt_way_back(self, lease: Lease) -> None:
         """Take back what was retained, from whichever inferd still has it, unless a push came since."""
         deployment, recollected = self._deployment, self._recollected
+        retained = deployment.retained
+        if retained is not None and lease.device not in retained.copies and lease.holds(retained.tag):
+            await self._host.copies.adopt(lease, retained)
         if recollected is None or deployment.active is None or deployment.retained is not None:
             return
         before = recollected.previous
@@ -200,8 +225,9 @@ class Reconciliation:
         versions = self._host.versions
         version = versions.new(tag.ref)
         try:
-            version.resident = await take_back(lease, tag, self._host.backend, versions.slabs, version.user)
-            version.config = read_config(version.resident.assets)
+            copy = await take_back(lease, tag, self._host.backend, versions.slabs, version.user)
+            version.add_copy(lease.device, copy)
+            version.config = read_config(copy.assets)
             versions.advance(version, VersionEvent.ADOPT, f"handed back by inferd {lease.name}")
         except BaseException as error:
             versions.advance(version, VersionEvent.FAIL, cause_of(error))

@@ -30,7 +30,7 @@ from loaderd.rollout import (
     SendRelease,
 )
 from shared.errors import ChangeoverError, DeadlineExceeded, PeerGone, PrepareFailed
-from shared.ids import Epoch, LeaseId, VersionTag
+from shared.ids import DeviceId, Epoch, LeaseId, VersionTag
 from shared.resident import ResidentVersion
 
 ANSWER_GRACE_S = 5.0
@@ -49,11 +49,12 @@ class RolloutLimits:
 
 
 class RolloutDriver:
-    """One rollout of one resident version over the leases of its model."""
+    """One rollout of one resident version over the leases of its model, each given the copy on its device."""
 
     def __init__(
         self,
-        version: ResidentVersion,
+        tag: VersionTag,
+        copies: Mapping[DeviceId, ResidentVersion],
         epoch: Epoch,
         leases: Mapping[LeaseId, Lease],
         limits: RolloutLimits,
@@ -61,7 +62,8 @@ class RolloutDriver:
         operations: Operations,
         chronicle: Chronicle,
     ) -> None:
-        self._version = version
+        self.tag = tag
+        self._copies = copies
         self._epoch = epoch
         self._leases = leases
         self._limits = limits
@@ -70,12 +72,7 @@ class RolloutDriver:
         self._chronicle = chronicle
         self._events: asyncio.Queue[RolloutEvent] = asyncio.Queue()
         # Where it is prepared already, a rollout that comes to nothing leaves it so.
-        self._had_it = frozenset(lease.id for lease in leases.values() if lease.has_prepared(version.tag))
-
-    @property
-    def tag(self) -> VersionTag:
-        """What is rolled out."""
-        return self._version.tag
+        self._had_it = frozenset(lease.id for lease in leases.values() if lease.has_prepared(tag))
 
     def abandon(self, error: ChangeoverError) -> None:
         """Give the rollout up if it is not decided yet."""
@@ -175,7 +172,9 @@ class RolloutDriver:
         event: RolloutEvent
         try:
             if lease.id not in self._had_it:
-                done = await lease.prepare(self._version, self._limits.prepare_s, self._limits.drain_s)
+                done = await lease.prepare(
+                    self._copies[lease.device], self._limits.prepare_s, self._limits.drain_s
+                )
                 self._chronicle.publish(
                     "inferd.prepared",
                     f"inferd {lease.name} prepared {self.tag.ref}",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NewType
 
 from shared.errors import InvariantError
-from shared.ids import SlabId
+from shared.ids import DeviceId, SlabId
 from shared.memory.backend import Slab
 
 UserId = NewType("UserId", int)
@@ -28,13 +29,16 @@ class SlabTable:
 
     def __init__(self) -> None:
         self._entries: dict[SlabId, _Entry] = {}
-        self._used_bytes = 0
-        self.peak_bytes = 0
+        self._used_bytes: Counter[DeviceId] = Counter()
+        self._peak_bytes: Counter[DeviceId] = Counter()
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all slabs, each counted once."""
-        return self._used_bytes
+    def used_bytes(self, device: DeviceId) -> int:
+        """Bytes of all slabs on a device, each counted once."""
+        return self._used_bytes[device]
+
+    def peak_bytes(self, device: DeviceId) -> int:
+        """The most that `used_bytes` ever was."""
+        return self._peak_bytes[device]
 
     def add(self, take_slab: Slab, user: UserId) -> None:
         """Take ownership of a slab for its first user; raises InvariantError for a known id."""
@@ -42,8 +46,9 @@ class SlabTable:
         if slab_id in self._entries:
             raise InvariantError(f"slab {slab_id} was added twice")
         self._entries[slab_id] = _Entry(take_slab, {user})
-        self._used_bytes += take_slab.entry.nbytes
-        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        device = take_slab.entry.device
+        self._used_bytes[device] += take_slab.entry.nbytes
+        self._peak_bytes[device] = max(self._peak_bytes[device], self._used_bytes[device])
 
     def __contains__(self, slab_id: object) -> bool:
         return slab_id in self._entries
@@ -65,7 +70,7 @@ class SlabTable:
             if not entry.users:
                 del self._entries[slab_id]
                 freed += entry.slab.entry.nbytes
-                self._used_bytes -= entry.slab.entry.nbytes
+                self._used_bytes[entry.slab.entry.device] -= entry.slab.entry.nbytes
                 entry.slab.close()
         return freed
 
@@ -79,4 +84,4 @@ class SlabTable:
         for entry in self._entries.values():
             entry.slab.close()
         self._entries.clear()
-        self._used_bytes = 0
+        self._used_bytes.clear()

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
 from loaderd.lifecycle import ENDED, VERSION_TABLE, VersionEvent, VersionLife, VersionState
-from loaderd.placement import Residents
+from loaderd.residents import Residents
 from loaderd.slab_table import SlabTable, UserId
 from shared.control import VersionReport
 from shared.digest import file_digest
 from shared.errors import InvariantError
-from shared.ids import Digest, Epoch, VersionRef, VersionTag
+from shared.ids import DeviceId, Digest, Epoch, VersionRef, VersionTag
 from shared.messages import Tag
 from shared.resident import ResidentVersion
 
-Verified = Literal["digest", "sealed"]
+Verified = Literal["digest", "sealed", "signed"]
 
 
 @dataclass(slots=True)
 class Version:
-    """One load of one version."""
+    """One load of one version, with a copy of its bytes on each of its model's devices.
+
+    A copy can be missing: after a restart until it was handed back or made again from another.
+    """
 
     user: UserId
     ref: VersionRef
     life: VersionLife = field(default_factory=VERSION_TABLE.begin)
     since_ns: int = field(default_factory=time.time_ns)
-    resident: ResidentVersion | None = None
+    copies: dict[DeviceId, ResidentVersion] = field(default_factory=dict)
     verified: Verified = "digest"
     epoch: Epoch | None = None
     config: Mapping[str, object] = field(default_factory=dict)
@@ -44,18 +47,33 @@ class Version:
     @property
     def tag(self) -> VersionTag:
         """Its tag; raises InvariantError while it is not resident."""
-        return self.memory.tag
+        return self.content.tag
 
     @property
-    def memory(self) -> ResidentVersion:
-        """Its resident bytes; raises InvariantError while there are none."""
-        if self.resident is None:
-            raise InvariantError(f"{self.ref} is not resident", self.life.story)
-        return self.resident
+    def is_resident(self) -> bool:
+        """Whether there is a copy on any device."""
+        return bool(self.copies)
+
+    @property
+    def content(self) -> ResidentVersion:
+        """One of the copies, for what all have alike: tag, tensors, the sizes of slabs, assets.  Raises
+        InvariantError while there is none."""
+        for copy in self.copies.values():
+            return copy
+        raise InvariantError(f"{self.ref} is not resident", self.life.story)
+
+    def add_copy(self, device: DeviceId, copy: ResidentVersion) -> None:
+        """Take a verified copy, whose slabs are in the table; raises InvariantError unless it is like the
+        others and wholly on a device that has none."""
+        if device in self.copies or any(slab.device != device for slab in copy.layout.slabs):
+            raise InvariantError(f"{self.ref} has or gets two copies on {device}", self.life.story)
+        if self.copies and not copy.is_copy_of(self.content):
+            raise InvariantError(f"the copy of {self.ref} on {device} is another version", self.life.story)
+        self.copies[device] = copy
 
     def asset_digests(self) -> dict[str, Digest]:
         """Flat SHA-256 of each config and tokenizer file."""
-        return {name: file_digest(data) for name, data in self.memory.assets.items()}
+        return {name: file_digest(data) for name, data in self.content.assets.items()}
 
 
 class VersionTable:
@@ -85,8 +103,8 @@ class VersionTable:
         version.life = version.life.advance(event, cause)
         version.since_ns = time.time_ns()
         facts: dict[str, str | int | float] = {"from": str(before), "to": str(version.state)}
-        if version.resident is not None:
-            facts["digest"] = version.resident.tag.digest
+        if version.is_resident:
+            facts["digest"] = version.tag.digest
         self._chronicle.record(
             "version.state",
             cause,
@@ -105,29 +123,37 @@ class VersionTable:
             (
                 version
                 for version in self._versions.values()
-                if version.resident is not None
-                and version.resident.tag == tag
-                and version.state not in leaving
+                if version.is_resident and version.tag == tag and version.state not in leaving
             ),
             None,
         )
 
     def is_leaving(self, tag: VersionTag) -> bool:
         """Whether what is known of this tag is on its way out, and nothing else."""
-        known = any(v.resident is not None and v.resident.tag == tag for v in self._versions.values())
+        known = any(v.is_resident and v.tag == tag for v in self._versions.values())
         return known and self.find(tag) is None
+
+    def new_user(self) -> UserId:
+        """A user of slabs that is no version; ends with `slabs.release`."""
+        return UserId(next(self._users))
 
     def hold(self, version: Version) -> UserId:
         """Keep a version's slabs until `slabs.release` of the returned user."""
-        user = UserId(next(self._users))
-        for slab in version.memory.slabs:
-            self.slabs.share(slab.entry.slab_id, user)
+        user = self.new_user()
+        for copy in version.copies.values():
+            for slab in copy.slabs:
+                self.slabs.share(slab.entry.slab_id, user)
         return user
 
-    def residents(self) -> Residents:
-        """What a plan may share or must count, by version label."""
+    def residents(self, devices: Collection[DeviceId] = ()) -> Residents:
+        """What a plan for these devices may share or must count, by version label."""
         return Residents.of(
-            {self.label(v): v.resident.layout for v in self._versions.values() if v.resident is not None}
+            {
+                self.label(version): [copy.layout for copy in version.copies.values()]
+                for version in self._versions.values()
+                if version.is_resident
+            },
+            devices,
         )
 
     def label(self, version: Version) -> str:
@@ -140,12 +166,12 @@ class VersionTable:
         for version in tuple(self._versions.values()):
             if version.state not in (VersionState.DRAINING, VersionState.FAILED):
                 continue
-            if version.resident is not None:
-                tag = version.resident.tag
+            if version.is_resident:
+                tag = version.tag
                 # Another load of the same content may be what those leases hold.
                 if self.find(tag) is None and any(lease.holds(tag) for lease in leases):
                     continue
-            version.resident = None
+            version.copies.clear()
             self.slabs.release(version.user)
             if version.state is VersionState.DRAINING:
                 self.advance(version, VersionEvent.RELEASE, "nobody maps it any more")
@@ -154,17 +180,18 @@ class VersionTable:
 
     def report(self, version: Version, leases: Sequence[Lease]) -> VersionReport | None:
         """A resident version as the status shows it."""
-        memory = version.resident
-        if memory is None:
+        if not version.is_resident:
             return None
-        holders = (lease.holder_report(memory.tag) for lease in leases)
+        layout = version.content.layout
+        holders = (lease.holder_report(version.tag) for lease in leases)
         return VersionReport(
-            tag=Tag.of(memory.tag),
+            tag=Tag.of(version.tag),
             state=str(version.state),
             since_ns=version.since_ns,
-            nbytes=sum(slab.nbytes for slab in memory.layout.slabs),
-            shared_bytes=self.slabs.shared_bytes([slab.slab_id for slab in memory.layout.slabs]),
-            tensors=len(memory.layout.tensors),
+            devices=tuple(version.copies),
+            nbytes=sum(slab.nbytes for slab in layout.slabs),
+            shared_bytes=self.slabs.shared_bytes([slab.slab_id for slab in layout.slabs]),
+            tensors=len(layout.tensors),
             verified=version.verified,
             epoch=version.epoch,
             holders=tuple(holder for holder in holders if holder is not None),

@@ -95,6 +95,15 @@ class Request(WireModel):
 Verdict = Literal["hot", "cold", "refuse"]
 
 
+class DevicePlanReport(WireModel):
+    """What a push would do to the memory of one device."""
+
+    device: str
+    bytes_to_allocate: Count
+    peak_bytes: Count
+    free_bytes: Count
+
+
 class PlanReport(WireModel):
     """What a push would do, decided before anything is changed."""
 
@@ -106,15 +115,14 @@ class PlanReport(WireModel):
     bytes_total: Count
     bytes_to_read: Count
     bytes_to_share: Count
-    bytes_to_allocate: Count
-    peak_bytes: Count
-    free_bytes: Count
+    devices: tuple[DevicePlanReport, ...]  # each is to have a copy
     sweep_first: bool = False
     sealed: bool = False
+    signed: bool = False  # by a trusted key
 
 
 OperationState = Literal["running", "done", "refused", "failed", "superseded"]
-Stage = Literal["planning", "loading", "verifying", "preparing", "committing", "finished"]
+Stage = Literal["planning", "hashing", "loading", "verifying", "preparing", "committing", "finished"]
 
 
 class OperationReport(WireModel):
@@ -135,11 +143,13 @@ class OperationReport(WireModel):
     bytes_total: Count = 0
     bytes_read: Count = 0
     bytes_verified: Count = 0
+    bytes_replicated: Count = 0  # copied from one device to others
     inferds_total: Count = 0
     inferds_prepared: Count = 0
     inferds_committed: Count = 0
     load_s: Seconds = 0.0
     verify_s: Seconds = 0.0
+    replicate_s: Seconds = 0.0
     prepare_s: Seconds = 0.0
     commit_s: Seconds = 0.0
     in_flight: InFlight = "finish"
@@ -156,6 +166,7 @@ class HolderReport(WireModel):
 
     inferd: str
     pid: Count
+    device: str
     state: str
     references: Count
     age_s: Seconds
@@ -167,10 +178,11 @@ class VersionReport(WireModel):
     tag: Tag
     state: str
     since_ns: Count
-    nbytes: Count
+    devices: tuple[str, ...]  # each has a copy
+    nbytes: Count  # of one copy
     shared_bytes: Count = 0  # of nbytes, also used by another version
     tensors: Count
-    verified: Literal["digest", "sealed"]
+    verified: Literal["digest", "sealed", "signed"]
     epoch: Count | None = None
     holders: tuple[HolderReport, ...] = ()
 
@@ -192,6 +204,7 @@ class InferdReport(WireModel):
     pid: Count
     uid: Count
     model: Name
+    device: str
     lease: Count
     attached_s: Seconds
     serving: Tag | None = None
@@ -246,6 +259,7 @@ class FolderReport(WireModel):
     name: str
     root: str
     sealed: bool
+    seal_fault: str = ""  # why its seal cannot be read, where it has one
     nbytes: Count
     resident: bool
 
@@ -277,14 +291,16 @@ class HistoryReport(WireModel):
 
 
 class VerifyReport(WireModel):
-    """Outcome of hashing resident bytes; `damaged` names tensors whose bytes changed."""
+    """Outcome of hashing the resident bytes of every copy; `damaged` names tensors whose bytes changed."""
 
     tag: Tag
-    against: Literal["digest", "sealed"]
+    against: Literal["digest", "sealed", "signed"]
+    devices: tuple[str, ...]  # whose copies were hashed
     tensors: Count
-    nbytes: Count
+    nbytes: Count  # of all copies
     seconds: Seconds
     damaged: tuple[str, ...] = ()
+    damaged_devices: tuple[str, ...] = ()
 
 
 class DiffReport(WireModel):

@@ -126,6 +126,12 @@ class DigestMismatch(CheckpointError):
     code = "digest_mismatch"
 
 
+class SignatureRefused(CheckpointError):
+    """A folder's signature is missing, malformed, of no trusted key, or not about what the folder holds."""
+
+    code = "signature"
+
+
 class WarmupFailed(CallerError):
     """A version was mapped and built, but trial prompts show that it cannot serve."""
 
@@ -181,19 +187,27 @@ class ConfigError(ResourceError):
 
 
 class OutOfMemory(ResourceError):
-    """An allocation does not fit; facts say what was needed, what was free and who holds the rest, where
-    that is known."""
+    """An allocation does not fit; facts say what was needed, what was free, on which device and who holds
+    the rest, where that is known."""
 
     code = "out_of_memory"
 
-    def __init__(self, *, what: str, needed_bytes: int, free_bytes: int, holders: str = "") -> None:
+    def __init__(
+        self, *, what: str, needed_bytes: int, free_bytes: int, device: str = "", holders: str = ""
+    ) -> None:
         super().__init__(
             f"{what} needs {needed_bytes} bytes, {free_bytes} are free" + (f"; {holders}" if holders else ""),
             what=what,
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
+            **({"device": device} if device else {}),
             **({"holders": holders} if holders else {}),
         )
+
+    @property
+    def device(self) -> str:
+        """The device that is full, or nothing."""
+        return str(self.facts.get("device", ""))
 
     def naming(self, holders: str) -> OutOfMemory:
         """The same error with the line that names who holds memory."""
@@ -201,6 +215,7 @@ class OutOfMemory(ResourceError):
             what=str(self.facts["what"]),
             needed_bytes=int(self.facts["needed_bytes"]),
             free_bytes=int(self.facts["free_bytes"]),
+            device=self.device,
             holders=holders,
         )
 

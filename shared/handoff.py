@@ -52,7 +52,7 @@ class Hello(WireModel):
     name: Name
     model: Name
     backend: str
-    devices: tuple[str, ...]
+    device: str  # where it maps weights and computes
     engine: str
     flip: str
     serves_two_versions: bool

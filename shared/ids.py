@@ -35,7 +35,10 @@ DeviceId = NewType("DeviceId", str)
 
 HOST_DEVICE = DeviceId("host")
 
+DIGEST_PATTERN = r"sha256:[0-9a-f]{64}"
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
+_DIGEST = re.compile(DIGEST_PATTERN)
 
 
 def check_name(name: str, what: str) -> str:
@@ -43,6 +46,11 @@ def check_name(name: str, what: str) -> str:
     if not _NAME.fullmatch(name):
         raise InvalidName(what=what, name=name)
     return name
+
+
+def is_digest(text: str) -> bool:
+    """Whether `text` is spelled as a Digest."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,10 +7,10 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from shared.errors import ChangeoverError, Fact, rebuild_error
-from shared.ids import Digest, VersionRef, VersionTag
+from shared.ids import DIGEST_PATTERN, Digest, VersionRef, VersionTag
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$")]
-DigestText = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+DigestText = Annotated[str, Field(pattern=f"^{DIGEST_PATTERN}$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

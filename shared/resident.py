@@ -31,6 +31,15 @@ class ResidentVersion:
     slabs: tuple[Slab, ...]  # in the order of layout.slabs
     assets: Mapping[str, bytes]
 
+    def is_copy_of(self, other: ResidentVersion) -> bool:
+        """Whether it is the same version, laid out alike, so that slabs at one index have the same bytes."""
+        sizes = [slab.nbytes for slab in self.layout.slabs]
+        return (
+            self.tag == other.tag
+            and self.layout.tensors == other.layout.tensors
+            and sizes == [slab.nbytes for slab in other.layout.slabs]
+        )
+
     def close(self) -> None:
         """Close every slab, for an owner that shares none of them; waits for the GPU work that uses them."""
         for slab in self.slabs:
@@ -38,7 +47,8 @@ class ResidentVersion:
 
 
 def content_digest(layout: Layout, assets: Mapping[str, bytes]) -> Digest:
-    """The version digest that the layout's tensor digests and the asset files amount to."""
+    """The version digest that the layout's tensor digests and the asset files amount to; where the tensors
+    lie, on which device and in which slabs, is no part of it."""
     return version_digest(
         ((t.name, t.dtype, t.shape, t.digest) for t in layout.tensors),
         {name: file_digest(data) for name, data in assets.items()},

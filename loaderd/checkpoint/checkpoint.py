@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -17,6 +19,7 @@ from loaderd.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
     SEAL_FILE,
+    SIGNATURE_FILE,
     SINGLE_FILE,
     is_partial,
     is_weight_like,
@@ -30,6 +33,14 @@ ASSET_LIMIT_BYTES = 64 << 20
 """Cap of all config and tokenizer files together."""
 
 SEAL_LIMIT_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedHeader:
+    """The beginning of a weight file as it was parsed, for whoever reads it again."""
+
+    nbytes: int  # with the length before it
+    sha256: bytes
 
 
 class Checkpoint:
@@ -47,6 +58,7 @@ class Checkpoint:
         with ExitStack() as undo:
             self._folder = undo.enter_context(take_folder)
             self._sources: dict[str, SourceFile] = {}
+            self._headers: dict[str, ParsedHeader] = {}
             self._identities: dict[str, FileIdentity] = {}
             self._names = take_folder.names()
             self.name = take_folder.name
@@ -99,6 +111,10 @@ class Checkpoint:
         """The folder's fd (O_PATH); it stays owned by the checkpoint."""
         return self._folder.borrow_fd()
 
+    def header(self, file: str) -> ParsedHeader:
+        """The header that the tensors of a weight file were taken from."""
+        return self._headers[file]
+
     def file_bytes(self, file: str) -> int:
         """Size of a weight file when it was opened."""
         return self._sources[file].nbytes
@@ -135,6 +151,18 @@ class Checkpoint:
                 raise CheckpointError(
                     "appeared or went away while the unsealed folder was read", file=shown(changed[0])
                 )
+
+    def read_signature(self, limit_bytes: int) -> bytes | None:
+        """`model.sig`, if the folder holds one; a change to it counts from here on.  Blocking."""
+        return self._read_optional(SIGNATURE_FILE, limit_bytes)
+
+    def tree(self, is_ignored: Callable[[str], bool]) -> dict[str, bool]:
+        """Every file below the folder now, and whether it is a symlink; see `Folder.tree`.  Blocking."""
+        return self._folder.tree(is_ignored)
+
+    def open_below(self, path: str) -> SourceFile:
+        """Open any file below the folder; the caller owns it."""
+        return SourceFile(path, self._folder.open_below(path))
 
     def close(self) -> None:
         """Close all fds; closing again does nothing."""
@@ -174,8 +202,11 @@ class Checkpoint:
             raise CheckpointError("is named by the index and does not exist", file=file)
         source = undo.enter_context(SourceFile.open(self._folder, file))
         self._sources[file] = source
-        length = header_length(source.read(0, PREFIX_BYTES), file=file, file_bytes=source.nbytes)
-        return parse_header(source.read(PREFIX_BYTES, length), file=file, file_bytes=source.nbytes)
+        prefix = source.read(0, PREFIX_BYTES)
+        length = header_length(prefix, file=file, file_bytes=source.nbytes)
+        raw = source.read(PREFIX_BYTES, length)
+        self._headers[file] = ParsedHeader(len(prefix) + len(raw), sha256(prefix + raw).digest())
+        return parse_header(raw, file=file, file_bytes=source.nbytes)
 
     def _read_assets(self) -> dict[str, bytes]:
         assets: dict[str, bytes] = {}

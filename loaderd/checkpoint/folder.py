@@ -11,14 +11,19 @@ import errno
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self
 
+from loaderd.checkpoint.names import shown as displayed
 from shared.errors import CheckpointError, DriverError, InvariantError
 
+TREE_LIMIT = 65_536
+"""Files and folders that a tree may have."""
+
+_MAX_DEPTH = 32
 _MAX_LINKS = 40
 _OPEN_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -76,21 +81,76 @@ class Folder:
         """
         if "/" in name or name in {"", ".", ".."} or "\0" in name:
             raise CheckpointError("is not a plain file name", file=name)
-        with _translated(name):
-            chain = [os.dup(fd) for fd in self._chain]
-            try:
-                leaf = self._walk(chain, name, shown=name)
-                if leaf is None:
-                    raise CheckpointError("is a folder, expected a file", file=name)
-                fd = os.open(leaf, _OPEN_FILE, dir_fd=chain[-1])
-            finally:
-                for link in chain:
-                    os.close(link)
+        return self.open_below(name)
+
+    def open_below(self, path: str) -> int:
+        """Open the regular file at `path`, which may pass through folders, as `open_file` does."""
+        shown = displayed(path)
+        with _translated(shown), self._copied_chain() as chain:
+            leaf = self._walk(chain, path, shown=shown)
+            if leaf is None:
+                raise CheckpointError("is a folder, expected a file", file=shown)
+            fd = os.open(leaf, _OPEN_FILE, dir_fd=chain[-1])
         # Checked on the fd: the name may have been given to something else since the walk saw it.
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise CheckpointError("is not a regular file", file=name)
+            raise CheckpointError("is not a regular file", file=shown)
         return fd
+
+    def tree(self, is_ignored: Callable[[str], bool]) -> dict[str, bool]:
+        """Every file below the folder by relative path, and whether it is a symlink.  Blocking.
+
+        Folders are entered, but none through a symlink; what is ignored is neither entered nor
+        looked at.  Raises CheckpointError for a name that is not UTF-8, for what is neither file nor
+        folder nor a symlink to a file, and for a tree out of bounds.
+        """
+        files: dict[str, bool] = {}
+        pending = [""]
+        while pending:
+            below = pending.pop()
+            for name, mode in self._entries(below):
+                path = below + name
+                if is_ignored(path):
+                    continue
+                if not _is_unicode(name):
+                    raise CheckpointError("has a name that is not UTF-8", file=displayed(path))
+                if len(files) + len(pending) >= TREE_LIMIT:
+                    raise CheckpointError(f"holds more than {TREE_LIMIT} files", file=self.name)
+                if stat.S_ISDIR(mode):
+                    if path.count("/") >= _MAX_DEPTH:
+                        raise CheckpointError(
+                            f"lies more than {_MAX_DEPTH} folders deep", file=displayed(path)
+                        )
+                    pending.append(path + "/")
+                    continue
+                files[path] = stat.S_ISLNK(mode)
+                if not stat.S_ISREG(mode):
+                    os.close(self.open_below(path))  # says what is wrong with it
+        return files
+
+    def _entries(self, below: str) -> list[tuple[str, int]]:
+        """Names and modes in the folder at `below`, which is empty or ends in a slash."""
+        with _translated(displayed(below)), self._copied_chain() as chain:
+            if self._walk(chain, below, shown=displayed(below)) is not None:
+                raise CheckpointError("is no longer a folder", file=displayed(below))
+            fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=chain[-1])
+            try:
+                with os.scandir(fd) as entries:
+                    found = [(entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
+                return sorted(found)
+            finally:
+                os.close(fd)
+
+    @contextmanager
+    def _copied_chain(self) -> Iterator[list[int]]:
+        """The chain, for a walk to extend; all of it is closed at the end."""
+        chain: list[int] = []
+        try:
+            chain.extend(os.dup(fd) for fd in self._chain)
+            yield chain
+        finally:
+            for link in chain:
+                os.close(link)
 
     def close(self) -> None:
         """Close the directory fds; closing again does nothing."""
@@ -150,6 +210,14 @@ class Folder:
         while len(chain) > 1:
             os.close(chain.pop())
         return list(inside.parts)
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +15,20 @@ from shared.ids import check_name
 
 @dataclass(frozen=True, slots=True)
 class FolderSummary:
-    """A folder that could be pushed, judged by its listing alone."""
+    """A folder that could be pushed, judged by its listing and whether its seal can be read."""
 
     name: str
     root: Path
     nbytes: int  # of all .safetensors files that open
-    is_sealed: bool
+    is_sealed: bool  # it has a seal that can be read
+    seal_fault: str = ""  # why the seal that it has cannot be
 
 
-def list_folders(roots: Sequence[Path]) -> tuple[FolderSummary, ...]:
+def list_folders(roots: Sequence[Path], seal_fault: Callable[[Folder], str]) -> tuple[FolderSummary, ...]:
     """Checkpoint folders by name; of two with one name, the one that `open_checkpoint` would take.
 
-    Folders that cannot be opened are left out: a push of one says why.  Blocking.
+    `seal_fault` says what is wrong with a folder's seal, or nothing.  Folders that cannot be opened
+    are left out: a push of one says why.  Blocking.
     """
     found: dict[str, FolderSummary] = {}
     for root in roots:
@@ -36,13 +38,13 @@ def list_folders(roots: Sequence[Path]) -> tuple[FolderSummary, ...]:
         except ChangeoverError:
             continue
         for name in names - found.keys():
-            summary = _summarise(root, name)
+            summary = _summarise(root, name, seal_fault)
             if summary is not None:
                 found[name] = summary
     return tuple(found[name] for name in sorted(found))
 
 
-def _summarise(root: Path, name: str) -> FolderSummary | None:
+def _summarise(root: Path, name: str, seal_fault: Callable[[Folder], str]) -> FolderSummary | None:
     try:
         check_name(name, "folder")
         with Folder.open(root, name) as folder:
@@ -54,6 +56,7 @@ def _summarise(root: Path, name: str) -> FolderSummary | None:
                 if is_shard_name(file):
                     with SourceFile.open(folder, file) as source:
                         nbytes += source.nbytes
+            fault = seal_fault(folder) if SEAL_FILE in files else ""
     except ChangeoverError:
         return None
-    return FolderSummary(name, root, nbytes, SEAL_FILE in files)
+    return FolderSummary(name, root, nbytes, SEAL_FILE in files and not fault, fault)

@@ -1,10 +1,11 @@
-"""Which files of a folder mean what.  Everything not named here is never opened."""
+"""Which files of a folder mean what.  What is not named here is never loaded."""
 
 from __future__ import annotations
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SEAL_FILE = "seal.json"
+SIGNATURE_FILE = "model.sig"
 CONFIG_FILE = "config.json"
 
 TOKENIZER_FILES = frozenset(

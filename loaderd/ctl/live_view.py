@@ -29,6 +29,7 @@ class LiveView:
         )
         self._is_shown = False
         self._verify_bytes = 0
+        self._hash_bytes = 0  # of a signed version, before it loads
         self._warnings: tuple[str, ...] = ()
         self._bars: dict[str, TaskID] = {}
 
@@ -52,7 +53,13 @@ class LiveView:
 
     def report(self, report: OperationReport) -> None:
         """Bring every bar up to date and redraw."""
-        if report.kind == "push":
+        if report.stage == "hashing":
+            # The counters are of another reading: they begin again when it loads.
+            self._hash_bytes = report.bytes_total
+            self._bytes("hashed", report.bytes_read, report.bytes_total, "", is_full=False)
+        elif report.kind == "push":
+            if self._hash_bytes:
+                self._bytes("hashed", self._hash_bytes, 0, "", is_full=True)
             is_loaded, is_verified = _is_past(report, "loading"), _is_past(report, "verifying")
             speed = rate(report.bytes_read, report.load_s)
             self._bytes("read", report.bytes_read, report.bytes_total, speed, is_full=is_loaded)

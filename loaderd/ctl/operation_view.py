@@ -171,7 +171,7 @@ def progress_detail(report: OperationReport, verify_bytes: int = 0) -> str:
     while `report.bytes_total` counts only those that are read.
     """
     match report.stage:
-        case "loading":
+        case "hashing" | "loading":
             return _amount(report.bytes_read, report.bytes_total, rate(report.bytes_read, report.load_s))
         case "verifying":
             speed = rate(hashed_bytes(report), report.verify_s)

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from getpass import getpass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
+from loaderd.checkpoint.names import SIGNATURE_FILE
 from loaderd.ctl import tables
 from loaderd.ctl.client import HASH_DEADLINE_S
 from loaderd.ctl.exit_codes import ExitCode
 from loaderd.ctl.hash_progress import HashProgress
 from loaderd.ctl.session import Json, Session, session_of
 from loaderd.ctl.terminal import Terminal
-from loaderd.ctl.text import duration, rate, size
+from loaderd.ctl.text import duration, printable, rate, size
 from loaderd.seal.check import verify_directory
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal
+from loaderd.signature.keys import KeyRefused, SigningKey, TrustedKey
 from shared.control import Verify, VerifyReport
 from shared.errors import InvalidRequest
 from shared.ids import check_name
 
-_MOST_JOBS = 8
+KEY_VARIABLE = "CHANGEOVER_KEY_PASSPHRASE"
+
+_MOST_JOBS = 32
 
 Jobs = Annotated[
     int | None,
-    typer.Option(min=1, max=64, metavar="N", help="Files to hash side by side.", show_default=False),
+    typer.Option(
+        min=1, max=64, metavar="N", help="Threads that hash; as many files side by side.", show_default=False
+    ),
 ]
 Hashing = Callable[[HashProgress], Seal]
 
@@ -37,20 +45,39 @@ def seal(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A checkpoint folder.")
     ],
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY",
+            help="A private key (PEM; P-256, P-384 or P-521): sign the whole folder with it, too. The "
+            f"passphrase of an encrypted one is asked for, or taken from {KEY_VARIABLE}.",
+            show_default=False,
+        ),
+    ] = None,
     jobs: Jobs = None,
     json: Json = False,
 ) -> None:
-    """Hash a checkpoint folder and write its seal.json, last and in one step.
+    """Hash a checkpoint folder and write its seal.json, last and in one step; with a key also model.sig.
 
-    This runs here and not in loaderd. A folder that changes meanwhile is not sealed.
+    This runs here and not in loaderd. A folder that changes meanwhile is neither sealed nor signed.
     """
     session = session_of(context, is_json=json)
+    # Before anything is hashed: a key that cannot be used is told at once.
+    signing = _signing_key(session.terminal, key) if key is not None else None
+    if signing is None and (directory / SIGNATURE_FILE).exists():
+        session.terminal.remark(
+            f"warning: {SIGNATURE_FILE} does not cover the new seal; sign again with --key, or remove it",
+            "yellow",
+        )
     _hash(
         session.terminal,
         directory,
-        "sealed",
+        "sealed and signed" if signing is not None else "sealed",
         "interrupted: no seal was written; an older one is as it was",
-        lambda progress: seal_directory(directory, jobs=jobs or _default_jobs(), progress=progress),
+        lambda progress: seal_directory(
+            directory, key=signing, jobs=jobs or _default_jobs(), progress=progress
+        ),
+        key=signing.hint if signing is not None else None,
     )
 
 
@@ -62,24 +89,55 @@ def verify(
             metavar="TARGET", help="A resident version; or a folder, told by a slash: ./DIR or DIR/."
         ),
     ],
+    key: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="KEY",
+            help="A public key (PEM) to trust: hold the folder against its signature, too. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     jobs: Jobs = None,
     json: Json = False,
 ) -> None:
-    """Hash a resident version where it lies, while it serves; or a folder's files against its seal."""
+    """Hash a resident version where it lies, while it serves; or a folder's files against its seal and,
+    with --key, its signature."""
     session = session_of(context, is_json=json)
     if target not in (".", "..") and "/" not in target:
+        if key:
+            raise InvalidRequest(f"--key is for folders: {target} is a version, ./{target} a folder")
         _verify_resident(session, check_name(target, "version"))
         return
+    trusted = [TrustedKey.read(path) for path in key or ()]
     directory = Path(target)
     if not directory.is_dir():
         raise InvalidRequest(f"{target} is not a folder")
     _hash(
         session.terminal,
         directory,
-        "verified",
+        "verified, signed with a trusted key" if trusted else "verified",
         "interrupted: not everything was verified",
-        lambda progress: verify_directory(directory, jobs=jobs or _default_jobs(), progress=progress),
+        lambda progress: verify_directory(
+            directory, trusted=trusted, jobs=jobs or _default_jobs(), progress=progress
+        ),
     )
+
+
+def _signing_key(terminal: Terminal, path: Path) -> SigningKey:
+    key = SigningKey.read(path, lambda: _passphrase(path))
+    if key.is_exposed:
+        terminal.remark(f"warning: others than its owner can read {path}; chmod 600 it", "yellow")
+    return key
+
+
+def _passphrase(path: Path) -> str:
+    """From the environment, else from the terminal; never an argument, which other users could read."""
+    given = os.environ.get(KEY_VARIABLE)
+    if given is not None:
+        return given
+    if not sys.stdin.isatty():
+        raise KeyRefused(f"{path}: is encrypted; set {KEY_VARIABLE}, or use a terminal", file=str(path))
+    return getpass(f"passphrase of {printable(str(path))}: ")
 
 
 def _verify_resident(session: Session, name: str) -> None:
@@ -97,7 +155,15 @@ def _verify_resident(session: Session, name: str) -> None:
     raise typer.Exit(code)
 
 
-def _hash(terminal: Terminal, directory: Path, done: str, interrupted: str, hashing: Hashing) -> NoReturn:
+def _hash(
+    terminal: Terminal,
+    directory: Path,
+    done: str,
+    interrupted: str,
+    hashing: Hashing,
+    *,
+    key: str | None = None,
+) -> NoReturn:
     progress = HashProgress(terminal, "hashed")
     try:
         with progress:
@@ -110,7 +176,9 @@ def _hash(terminal: Terminal, directory: Path, done: str, interrupted: str, hash
     elapsed_s = progress.elapsed_s
     nbytes = sum(file.nbytes for file in made.files.values())
     if terminal.is_json:
-        facts = {"files": len(made.files), "tensors": len(made.tensors), "bytes": nbytes}
+        facts: dict[str, object] = {"files": len(made.files), "tensors": len(made.tensors), "bytes": nbytes}
+        if key is not None:
+            facts["key"] = key
         where = str(directory)
         _result(terminal, ExitCode.DONE, "", directory=where, digest=made.digest, seconds=elapsed_s, **facts)
     else:
@@ -120,6 +188,8 @@ def _hash(terminal: Terminal, directory: Path, done: str, interrupted: str, hash
             "bold green",
         )
         terminal.line(f"  digest   {made.digest}")
+        if key is not None:
+            terminal.line(f"  key      {key}")
     raise typer.Exit(ExitCode.DONE)
 
 

@@ -25,15 +25,17 @@ _OUTCOME_STYLE = {ExitCode.DONE: "bold green", ExitCode.SUPERSEDED: "bold yellow
 
 def plan_lines(plan: PlanReport) -> Iterator[Line]:
     """What a push would do, its warnings and, where it is refused, every reason."""
+    trust = ", ".join(word for word, holds in (("signed", plan.signed), ("sealed", plan.sealed)) if holds)
     yield Line(f"plan for {plan.name}: {plan.verdict}", _VERDICT_STYLE[plan.verdict])
     yield Line(
         f"  read {size(plan.bytes_to_read)}, share {size(plan.bytes_to_share)} already resident, "
-        f"of {size(plan.bytes_total)} in {plan.tensors} tensors ({'sealed' if plan.sealed else 'not sealed'})"
+        f"of {size(plan.bytes_total)} in {plan.tensors} tensors ({trust or 'not sealed'})"
     )
-    yield Line(
-        f"  memory: allocate {size(plan.bytes_to_allocate)} of {size(plan.free_bytes)} free, "
-        f"peak of all weights {size(plan.peak_bytes)}"
-    )
+    for device in plan.devices:
+        yield Line(
+            f"  memory of {device.device}: allocate {size(device.bytes_to_allocate)} of "
+            f"{size(device.free_bytes)} free, peak of all weights {size(device.peak_bytes)}"
+        )
     if plan.sweep_first:
         yield Line("  the retained version is released first; it cannot be rolled back to afterwards")
     for warning in plan.warnings:
@@ -64,6 +66,7 @@ def outcome_lines(conclusion: Conclusion, said: Container[str] = ()) -> Iterator
     times = [
         ("load", report.load_s, rate(report.bytes_read, report.load_s)),
         ("verify", report.verify_s, rate(hashed_bytes(report), report.verify_s)),
+        ("replicate", report.replicate_s, rate(report.bytes_replicated, report.replicate_s)),
         ("prepare", report.prepare_s, ""),
         ("commit", report.commit_s, ""),
     ]

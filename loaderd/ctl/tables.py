@@ -93,6 +93,7 @@ def inferds(reports: Iterable[InferdReport]) -> RenderableType:
         "inferd",
         "pid>",
         "model",
+        "device",
         "epoch>",
         "attached>",
         "running>",
@@ -106,6 +107,7 @@ def inferds(reports: Iterable[InferdReport]) -> RenderableType:
             _plain(report.name),
             _plain(str(report.pid)),
             _plain(report.model),
+            _plain(report.device),
             _plain("-" if report.epoch is None else str(report.epoch)),
             _plain(age(report.attached_s)),
             _plain(str(report.running)),
@@ -122,9 +124,18 @@ def resident(reports: Sequence[VersionReport], now_ns: int) -> Iterator[Renderab
         yield Text("no version is resident")
         return
     table = _table(
-        "versions", "version", "digest", "state", "age>", "size>", "shared>", "tensors>", "verified"
+        "versions",
+        "version",
+        "digest",
+        "state",
+        "age>",
+        "size>",
+        "shared>",
+        "tensors>",
+        "verified",
+        "copies on~",
     )
-    holders = _table("holders", "version", "held by", "pid>", "state", "references>", "age>")
+    holders = _table("holders", "version", "held by", "pid>", "device", "state", "references>", "age>")
     for report in reports:
         name = f"{report.tag.model}-{report.tag.version}"
         table.add_row(
@@ -136,12 +147,14 @@ def resident(reports: Sequence[VersionReport], now_ns: int) -> Iterator[Renderab
             _plain(size(report.shared_bytes) if report.shared_bytes else "-"),
             _plain(str(report.tensors)),
             _plain(report.verified),
+            _plain(" ".join(report.devices)),
         )
         for holder in report.holders:
             holders.add_row(
                 _plain(name),
                 _plain(holder.inferd),
                 _plain(str(holder.pid)),
+                _plain(holder.device),
                 _plain(holder.state, _STATE_STYLE.get(holder.state, "")),
                 _plain(str(holder.references)),
                 _plain(age(holder.age_s)),
@@ -191,7 +204,7 @@ def folders(reports: Iterable[FolderReport]) -> RenderableType:
         table.add_row(
             _plain(report.name),
             _plain(size(report.nbytes)),
-            _plain("yes" if report.sealed else "no"),
+            _plain("broken", "red") if report.seal_fault else _plain("yes" if report.sealed else "no"),
             _plain("yes" if report.resident else "no"),
             _plain(report.root),
         )
@@ -224,17 +237,26 @@ def history(report: HistoryReport) -> RenderableType:
     return table
 
 
+_AGAINST = {
+    "digest": "the digests taken when it was loaded",
+    "sealed": "its seal",
+    "signed": "what was signed",
+}
+
+
 def verification(report: VerifyReport) -> Iterator[str]:
     """The outcome of hashing what is resident, in lines."""
     name = f"{report.tag.model}-{report.tag.version}"
-    against = "its seal" if report.against == "sealed" else "the digests taken when it was loaded"
+    against = _AGAINST[report.against]
     speed = rate(report.nbytes, report.seconds)
     speed = f", {speed}" if speed else ""
     yield (
-        f"{name}: {report.tensors} tensors, {size(report.nbytes)} hashed in "
+        f"{name}: {report.tensors} tensors on {' '.join(report.devices)}, {size(report.nbytes)} hashed in "
         f"{duration(report.seconds)}{speed}, against {against}"
     )
     yield f"  digest   {report.tag.digest}"
+    if report.damaged:
+        yield f"  on       {' '.join(report.damaged_devices)}"
     for tensor in report.damaged:
         yield f"  damaged  {tensor}"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime
+
+from shared.ids import is_digest
 
 _KIB = 1 << 10
 _MIB = 1 << 20
 _GIB = 1 << 30
 _TIB = 1 << 40
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def printable(text: str) -> str:
@@ -86,7 +86,7 @@ def fact(value: str | int | float) -> str:
     """A fact of an event or a journal entry: digests and fractions as short as tables show them."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, str) and _DIGEST.fullmatch(value):
+    if isinstance(value, str) and is_digest(value):
         return short_digest(value)
     return str(value)
 

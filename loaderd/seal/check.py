@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.checkpoint.header import TensorSource
 from loaderd.checkpoint.names import SEAL_FILE
+from loaderd.seal.create import assemble_seal
 from loaderd.seal.document import Seal, SealedTensor, read_seal
-from loaderd.seal.scan import Progress, scan_checkpoint
+from loaderd.seal.scan import FileScan, Progress, scan_checkpoint
+from loaderd.signature.check import check_scans, check_signature, unread_files
+from loaderd.signature.keys import TrustedKey
 from shared.digest import LEAF_BYTES, SHA256_BYTES, file_digest, leaf_count
 from shared.errors import CheckpointError, DigestMismatch, InvariantError
 
@@ -66,27 +70,47 @@ def check_tensor(source: TensorSource, sealed: SealedTensor, *, leaves: bytes, c
         )
 
 
-def verify_directory(directory: Path, *, jobs: int = 1, progress: Progress | None = None) -> Seal:
+def verify_directory(
+    directory: Path,
+    *,
+    trusted: Sequence[TrustedKey] = (),
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> Seal:
     """Read everything in `directory` and hold it against its seal; return the seal.
 
-    Blocking.  Raises CheckpointError if there is no seal or the folder is malformed or changes
-    meanwhile, DigestMismatch at the first byte range that differs.
+    With trusted keys it is held against its signature as well, and need not be sealed: then the seal
+    is one made of what was read.  Blocking.  Raises CheckpointError if there is no seal or the folder
+    is malformed or changes meanwhile, DigestMismatch at the first byte range that differs, and
+    SignatureRefused as `check_signature` does.
     """
     with open_directory(directory) as checkpoint:
-        if checkpoint.seal_bytes is None:
+        signed = check_signature(checkpoint, trusted) if trusted else None
+        seal = None
+        if checkpoint.seal_bytes is not None:
+            seal = read_seal(checkpoint.seal_bytes)
+            check_against(checkpoint, seal)
+        elif signed is None:
             raise CheckpointError("does not exist: the folder is not sealed", file=SEAL_FILE)
-        seal = read_seal(checkpoint.seal_bytes)
-        check_against(checkpoint, seal)
-        scans = scan_checkpoint(checkpoint, jobs=jobs, progress=progress)
+        others = unread_files(checkpoint, signed) if signed is not None else ()
+        scans = scan_checkpoint(checkpoint, others, jobs=jobs, progress=progress)
         checkpoint.verify_unchanged()
+        if seal is not None:
+            _check_scans(checkpoint, seal, scans)
+        if signed is not None:
+            check_scans(signed, scans)
+        return assemble_seal(checkpoint, scans) if seal is None else seal
+
+
+def _check_scans(checkpoint: Checkpoint, seal: Seal, scans: Mapping[str, FileScan]) -> None:
     for source in checkpoint.tensors:
         scan = scans[source.file].tensors[source.name]
         check_tensor(source, seal.tensors[source.name], leaves=scan.leaves, crc32=scan.crc32)
-    for file, result in scans.items():
-        if result.sha256 != seal.files[file].sha256:
+    for file in checkpoint.files:
+        found, sealed = scans[file].sha256, seal.files[file].sha256
+        if found != sealed:
             # No tensor differs: the header does, or a tensor that the index leaves out.
-            raise DigestMismatch(f"is {result.sha256}, the seal says {seal.files[file].sha256}", file=file)
-    return seal
+            raise DigestMismatch(f"is {found}, the seal says {sealed}", file=file)
 
 
 def _check_table(checkpoint: Checkpoint, seal: Seal) -> None:

@@ -1,45 +1,54 @@
-"""Sealing a folder: hash everything once, then write `seal.json` last and atomically."""
+"""Sealing a folder: hash everything once, then write `seal.json`, and with a key `model.sig` after it."""
 
 from __future__ import annotations
 
-import os
-import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
-from loaderd.checkpoint.names import SEAL_FILE
+from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE, shown
+from loaderd.checkpoint.replacement import replace_file
 from loaderd.seal.document import Seal, SealedFile, SealedTensor, encode_seal, make_seal
 from loaderd.seal.scan import FileScan, Progress, scan_checkpoint
+from loaderd.signature.create import sign_files
+from loaderd.signature.keys import SigningKey
+from loaderd.signature.statement import ALWAYS_IGNORED, is_below
 from shared.digest import file_digest, tensor_digest
-from shared.errors import DriverError
+from shared.errors import CheckpointError
 
 
-def seal_directory(directory: Path, *, jobs: int = 1, progress: Progress | None = None) -> Seal:
+def seal_directory(
+    directory: Path, *, key: SigningKey | None = None, jobs: int = 1, progress: Progress | None = None
+) -> Seal:
     """Hash the checkpoint in `directory` and write its seal, replacing one that is there.
 
-    Blocking.  Raises CheckpointError if the folder is malformed, unfinished or changes meanwhile;
-    then no seal is written and an older one stays.
+    With a key, every file of the folder is hashed and a signature over all of them, the seal
+    included, is written after the seal.  Blocking.  Raises CheckpointError if the folder is
+    malformed, unfinished or changes meanwhile; then nothing is written and an older seal stays.
     """
     with open_directory(directory) as checkpoint:
         checkpoint.refuse_unfinished()
-        seal = seal_of(checkpoint, jobs=jobs, progress=progress)
-        _write(checkpoint.borrow_folder_fd(), encode_seal(seal))
+        tree = checkpoint.tree(_is_ignored) if key is not None else {}
+        beside = sorted(tree.keys() - {*checkpoint.files, *checkpoint.documents, SEAL_FILE})
+        scans = scan_checkpoint(checkpoint, beside, jobs=jobs, progress=progress)
+        seal = assemble_seal(checkpoint, scans)
+        checkpoint.verify_unchanged()
+        if key is not None and (changed := tree.keys() ^ checkpoint.tree(_is_ignored).keys()):
+            raise CheckpointError("appeared or went away while it was signed", file=shown(min(changed)))
+        text = encode_seal(seal)
+        replace_file(checkpoint.borrow_folder_fd(), SEAL_FILE, text)
+        if key is not None:
+            files = {path: scans[path].sha256 for path in beside}
+            files |= {name: file.sha256 for name, file in seal.files.items()}
+            files[SEAL_FILE] = file_digest(text)
+            signature = sign_files(checkpoint.name, files, key, has_symlinks=any(tree.values()))
+            replace_file(checkpoint.borrow_folder_fd(), SIGNATURE_FILE, signature)
     return seal
 
 
-def seal_of(checkpoint: Checkpoint, *, jobs: int = 1, progress: Progress | None = None) -> Seal:
-    """The seal that an open checkpoint amounts to; nothing is written.  Blocking.
-
-    Raises CheckpointError if it changes meanwhile.
-    """
-    scans = scan_checkpoint(checkpoint, jobs=jobs, progress=progress)
-    seal = _assemble(checkpoint, scans)
-    checkpoint.verify_unchanged()
-    return seal
-
-
-def _assemble(checkpoint: Checkpoint, scans: dict[str, FileScan]) -> Seal:
-    files = {file: SealedFile(checkpoint.file_bytes(file), scan.sha256) for file, scan in scans.items()}
+def assemble_seal(checkpoint: Checkpoint, scans: Mapping[str, FileScan]) -> Seal:
+    """The seal of a checkpoint whose weight files were scanned."""
+    files = {file: SealedFile(checkpoint.file_bytes(file), scans[file].sha256) for file in checkpoint.files}
     for name, data in checkpoint.documents.items():
         files[name] = SealedFile(len(data), file_digest(data))
     tensors = {
@@ -57,32 +66,5 @@ def _assemble(checkpoint: Checkpoint, scans: dict[str, FileScan]) -> Seal:
     return make_seal(files, tensors)
 
 
-def _write(folder_fd: int, data: bytes) -> None:
-    """Replace the seal in one step: after a crash there is the old one, the new one or none."""
-    temporary = f".{SEAL_FILE}.{secrets.token_hex(8)}"
-    try:
-        fd = os.open(
-            temporary,
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o644,
-            dir_fd=folder_fd,
-        )
-        try:
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.rename(temporary, SEAL_FILE, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-        except OSError:
-            os.unlink(temporary, dir_fd=folder_fd)
-            raise
-        directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise DriverError("write", error.errno or 0, f"{SEAL_FILE}: {error.strerror}") from error
+def _is_ignored(path: str) -> bool:
+    return is_below(path, ALWAYS_IGNORED)

@@ -15,7 +15,7 @@ from loaderd.checkpoint.names import ASSET_FILES, CONFIG_FILE, INDEX_FILE, SEAL_
 from loaderd.checkpoint.strict_json import parse_object
 from shared.digest import LEAF_BYTES, SHA256_BYTES, leaf_count, tensor_digest, version_digest
 from shared.errors import CheckpointError
-from shared.ids import Digest
+from shared.ids import Digest, is_digest
 from shared.tensor_size import MAX_NAME_CHARS, MAX_TENSORS, tensor_nbytes
 
 FORMAT = "changeover-seal"
@@ -23,7 +23,6 @@ FORMAT_VERSION = 1
 
 _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 _CRC32 = re.compile(r"[0-9a-f]{8}")
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ def _fields(value: object, names: Sequence[str], where: str) -> list[object]:
 
 
 def _digest(value: object, where: str) -> Digest:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+    if not isinstance(value, str) or not is_digest(value):
         raise _refusal(f"{where} has digest {_show(value)}, expected sha256: and 64 hex digits")
     return Digest(value)
 

@@ -93,6 +93,13 @@ class WritableSlab(Protocol):
         slab (offset, bytes); the CRC32 of each.  As `read_file`."""
         ...
 
+    def copy_from(self, slab: Slab) -> None:
+        """Fill all of it from a sealed slab of the same size on any device of the backend, device to device.
+
+        Verifies nothing.  Raises InvariantError where the sizes differ, DriverError where the copy fails.
+        Blocking, without the GIL; copies into several slabs run at once."""
+        ...
+
     def seal(self) -> Slab:
         """End writing for good and return the slab for reading."""
         ...
@@ -144,9 +151,7 @@ class MemoryBackend(Protocol):
     def replicate(self, slab: Slab, device: DeviceId) -> Slab:
         """A sealed copy with a new id and the same size on `device`, which may be the slab's own.
 
-        Moves device to device, in one piece, and verifies nothing.  Raises OutOfMemory as `create_slab`,
-        DriverError where the copy fails; then nothing stays allocated.  The slab must stay open meanwhile.
-        Blocking, without the GIL; calls from several threads run at once."""
+        As `create_slab`, `copy_from` and `seal`; where it raises, nothing stays allocated."""
         ...
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> Slab:

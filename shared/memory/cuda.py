@@ -29,6 +29,7 @@ from shared.memory.backend import Slab
 from shared.memory.native_slab import FillableSlab, ReadableSlab
 from shared.memory.nvrtc import nvrtc_libraries
 from shared.memory.pool import PIECE_BYTES, Pool
+from shared.memory.ranges import check_same_size
 from shared.memory.usage import DeviceUsage
 
 if TYPE_CHECKING:
@@ -106,8 +107,12 @@ class WritableCudaSlab(FillableSlab[_native.WritableCudaSlab]):
         super().__init__(entry, take_native)
         self._after_close = after_close
 
-    def copy_from(self, slab: CudaSlab) -> None:
-        """Fill all of it from a slab of the same size, on this device or another.  Blocking."""
+    def copy_from(self, slab: Slab) -> None:
+        """As `backend.WritableSlab`: over NVLink or PCIe where the GPUs reach each other's memory
+        (native/cuda_copy.hpp), else as the driver finds a way."""
+        if not isinstance(slab, CudaSlab):
+            raise InvariantError(f"slab {slab.entry.slab_id} is not one of the cuda backend")
+        check_same_size(self._entry, slab.entry)
         self._native.copy_from(slab.native)
 
     def seal(self) -> CudaSlab:
@@ -123,10 +128,10 @@ class CudaBackend:
     """Slabs on the GPUs that this process sees (`backend.MemoryBackend`); thread-safe.
 
     Raises DriverMissing where there is no CUDA driver or an old one, DriverError where it finds no
-    device.  With `limit_bytes`, the slabs that this process created or imported may take that much
-    together.  Of a device with a pool (`reserve`), what slabs do not use of it is kept from everyone else.
-    With `legacy_ipc`, or on a device without fds, new slabs are blocks of legacy CUDA IPC:
-    readers can then write to them, and they end with this process.  Each thread that reads files takes
+    device.  With `limit_bytes`, the slabs that this process created or imported may take that much on each
+    device.  Of a device with a pool (`reserve`), what slabs do not use of it is kept from everyone else.
+    With `legacy_ipc`, or on a device without fds, new slabs are blocks of legacy CUDA IPC: readers can
+    then write to them, and they end with this process.  Each thread that reads files takes
     `slots_per_thread` pinned slots of `slot_bytes`, once.
     """
 
@@ -211,7 +216,9 @@ class CudaBackend:
         with self._creating:
             free = self._free_bytes(device)
             if entry.nbytes > free:
-                raise OutOfMemory(what=f"a slab on {device}", needed_bytes=nbytes, free_bytes=free)
+                raise OutOfMemory(
+                    what=f"a slab on {device}", needed_bytes=nbytes, free_bytes=free, device=device
+                )
             staging = self._staging.get(device)
             if staging is None:
                 staging = self._staging[device] = _native.CudaStaging(device, *self._slots)
@@ -230,7 +237,10 @@ class CudaBackend:
                     raise
                 free, _ = _native.cuda_memory(entry.device)
                 raise OutOfMemory(
-                    what=f"mapping a slab on {entry.device}", needed_bytes=entry.nbytes, free_bytes=free
+                    what=f"mapping a slab on {entry.device}",
+                    needed_bytes=entry.nbytes,
+                    free_bytes=free,
+                    device=entry.device,
                 ) from error
 
         pool = self._pools.get(entry.device)
@@ -246,7 +256,7 @@ class CudaBackend:
         if device in self._pools:
             free += self._pools[device].reserved_bytes
         if self._limit_bytes is not None:
-            free = min(free, max(0, self._limit_bytes - self.used_bytes))
+            free = min(free, max(0, self._limit_bytes - self._budgets[device].used_bytes))
         step = _native.cuda_granularity(device)
         return free // step * step
 
@@ -260,10 +270,6 @@ class CudaBackend:
                 self._keep_pool(device)
 
     def replicate(self, slab: Slab, device: DeviceId) -> CudaSlab:
-        """As `backend.MemoryBackend`: over NVLink or PCIe where the GPUs reach each other's memory
-        (native/cuda_copy.hpp), else as the driver finds a way."""
-        if not isinstance(slab, CudaSlab):
-            raise InvariantError(f"slab {slab.entry.slab_id} is not one of the cuda backend")
         with self.create_slab(device, slab.entry.nbytes) as replica:
             replica.copy_from(slab)
             return replica.seal()

@@ -20,6 +20,7 @@ from shared.layout import SlabEntry
 from shared.memory.backend import Slab
 from shared.memory.host_capacity import available_bytes
 from shared.memory.native_slab import FillableSlab, ReadableSlab
+from shared.memory.ranges import check_same_size
 from shared.memory.usage import DeviceUsage
 
 BATCH_BYTES = 32 << 20
@@ -84,6 +85,10 @@ class WritableHostSlab(FillableSlab[_native.WritableHostSlab]):
         with self._taking(sum(nbytes for _, nbytes in pieces)):
             return super().read_pieces(fd, file_offset, pieces)
 
+    def copy_from(self, slab: Slab) -> None:
+        check_same_size(self._entry, slab.entry)
+        self.read_file(slab.borrow_fd(), 0, 0, slab.entry.nbytes)
+
     def seal(self) -> HostSlab:
         with self._taking(self._native.missing_bytes):
             sealed = HostSlab(self._entry, self._native.seal())
@@ -106,6 +111,7 @@ class WritableHostSlab(FillableSlab[_native.WritableHostSlab]):
                 what=f"host memory for a slab ({error.call})",
                 needed_bytes=nbytes,
                 free_bytes=available_bytes(),
+                device=self._entry.device,
             ) from error
 
 
@@ -161,7 +167,9 @@ class HostBackend:
         with self._creating:
             free = self.free_bytes(device)
             if nbytes > free:
-                raise OutOfMemory(what="a slab in host memory", needed_bytes=nbytes, free_bytes=free)
+                raise OutOfMemory(
+                    what="a slab in host memory", needed_bytes=nbytes, free_bytes=free, device=device
+                )
             native = _native.create_host_slab(self._budget, entry.slab_id, nbytes)
             self._promises.add(entry.slab_id, native)
         return WritableHostSlab(entry, native, self._promises)
@@ -169,7 +177,7 @@ class HostBackend:
     def replicate(self, slab: Slab, device: DeviceId) -> HostSlab:
         """As `backend.MemoryBackend`; there is one device, so this is a second copy in host memory."""
         with self.create_slab(device, slab.entry.nbytes) as replica:
-            replica.read_file(slab.borrow_fd(), 0, 0, slab.entry.nbytes)
+            replica.copy_from(slab)
             return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> HostSlab:

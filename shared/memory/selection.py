@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, assert_never
 
 from shared.errors import ConfigError, InvariantError
@@ -15,7 +16,7 @@ def open_backend(
     name: BackendName, limit_bytes: int | None = None, *, legacy_ipc: bool = False
 ) -> MemoryBackend:
     """The backend `name`; raises DriverMissing for `cuda` where there is no driver, and never falls
-    back to another one.  `legacy_ipc` is the `cuda` backend's."""
+    back to another one.  `limit_bytes` holds for each device.  `legacy_ipc` is the `cuda` backend's."""
     match name:
         case "host":
             from shared.memory.host import HostBackend
@@ -41,8 +42,24 @@ def reserve_pool(backend: MemoryBackend, device: DeviceId, pool_bytes: int) -> i
     return backend.reserve(device, pool_bytes)
 
 
+def choose_devices(backend: MemoryBackend, wanted: Sequence[str] | Literal["all"]) -> tuple[DeviceId, ...]:
+    """The devices named by their full ids, in that order, or all that there are.
+
+    Raises ConfigError with the devices there are for an unknown one, and for one that is named twice.
+    """
+    if wanted == "all":
+        devices = backend.devices()
+        if not devices:
+            raise ConfigError("devices: there are none")
+        return devices
+    chosen = tuple(choose_device(backend, each) for each in wanted)
+    if len(set(chosen)) != len(chosen):
+        raise ConfigError(f"devices: {', '.join(chosen)} names one twice")
+    return chosen
+
+
 def choose_device(backend: MemoryBackend, wanted: str | None) -> DeviceId:
-    """The device that weights go to: `wanted` by its full id, or the only one there is.
+    """The one device that weights are on: `wanted` by its full id, or the only one there is.
 
     Raises ConfigError with the devices there are, for an unknown one and where one must be chosen.
     """

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
 
 from shared import _native
-from shared.memory.cuda import CudaBackend, CudaSlab
+from shared.memory.cuda import CudaBackend, CudaSlab, WritableCudaSlab
 from shared.memory.remapped_region import RemappedRegion
 
 GIB = 1 << 30
@@ -220,6 +221,32 @@ def replicas(backend: CudaBackend, nbytes: int, repeats: int) -> Iterator[Figure
             yield measure(
                 f"replicate {what} to {len(others)} GPUs at once", repeats, to_all, nbytes * len(others)
             )
+    yield from slab_by_slab(backend, nbytes, repeats)
+
+
+def slab_by_slab(backend: CudaBackend, nbytes: int, repeats: int) -> Iterator[Figure]:
+    """The same bytes in slabs of 1 GiB, as a push has them: one after the other, and by several threads."""
+    first, second, *_ = backend.devices()
+    with ExitStack() as closing:
+        pairs = [
+            (
+                closing.enter_context(backend.create_slab(first, 1 << 30).seal()),
+                closing.enter_context(backend.create_slab(second, 1 << 30)),
+            )
+            for _ in range(nbytes >> 30)
+        ]
+
+        def copy(pair: tuple[CudaSlab, WritableCudaSlab]) -> None:
+            source, target = pair
+            target.copy_from(source)
+
+        def copy_all(pool: ThreadPoolExecutor) -> None:
+            list(pool.map(copy, pairs))
+
+        for threads in (1, 4):
+            what = f"copy {len(pairs)} slabs of 1 GiB to another GPU, {threads} at a time"
+            with ThreadPoolExecutor(threads) as pool:
+                yield measure(what, repeats, partial(copy_all, pool), nbytes)
 
 
 def one_gpu(backend: CudaBackend, nbytes: int, file_bytes: int, repeats: int) -> Iterator[Figure]:

@@ -30,6 +30,7 @@ import torch
 from transformers import LlamaConfig
 
 from inferd.engine.transformers_engine import EngineSettings, TransformersEngine
+from inferd.main import CUBLAS_WORKSPACES
 from loaderd.nvml import Nvml, open_nvml
 from shared.digest import LEAF_BYTES
 from shared.ids import DeviceId, Digest, VersionRef, VersionTag
@@ -43,12 +44,12 @@ MIB = 1 << 20
 ALIGNMENT = 256
 BLOCK_BYTES = 64 << 20
 CHILD_TIMEOUT_S = 90
-_SMALL = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}
+_SMALL = {"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACES}
 VARIANTS: dict[str, tuple[dict[str, str], dict[str, int | bool]]] = {
-    "as it is": ({}, {}),
-    "no graphs": ({}, {"cuda_graphs": False}),
-    "small cuBLAS workspaces": (_SMALL, {}),
-    "small workspaces, 16 sequences": (_SMALL, {"max_sequences": 16}),
+    "as inferd runs": (_SMALL, {}),
+    "as inferd runs, 16 sequences": (_SMALL, {"max_sequences": 16}),
+    "cuBLAS's own workspaces": ({}, {}),
+    "those, no graphs": ({}, {"cuda_graphs": False}),
 }
 """Name → environment and engine settings of the process that maps."""
 

@@ -13,8 +13,8 @@ from loaderd.crew import Crew
 from loaderd.filling import Filling
 from loaderd.load_request import LoadProgress, LoadRequest, Unpaced
 from loaderd.loading import READERS, load_and_verify
-from loaderd.placement import Residents
 from loaderd.plan import Candidate, DeviceMemory, Plan, plan_push
+from loaderd.residents import Residents
 from loaderd.seal.check import check_against
 from loaderd.seal.document import Seal, read_seal
 from shared.digest import file_digest
@@ -82,7 +82,8 @@ def _plan(checkpoint: Checkpoint, seal: Seal | None, backend: MemoryBackend) -> 
         config=checkpoint.config,
         assets={name: file_digest(data) for name, data in checkpoint.assets.items()},
     )
-    memory = DeviceMemory(backend.free_bytes(backend.devices()[0]))
+    device = backend.devices()[0]
+    memory = {device: DeviceMemory(backend.free_bytes(device))}
     plan = plan_push(candidate, None, Residents(), memory)
     if plan.verdict != "hot":
         raise ValueError("; ".join(plan.reasons))
@@ -90,7 +91,7 @@ def _plan(checkpoint: Checkpoint, seal: Seal | None, backend: MemoryBackend) -> 
 
 
 def _request(checkpoint: Checkpoint, seal: Seal | None, plan: Plan, backend: MemoryBackend) -> LoadRequest:
-    return LoadRequest(_REF, checkpoint, seal, plan.placement, (), backend.devices()[0])
+    return LoadRequest(_REF, checkpoint, seal, plan.placement, (), backend.devices()[:1])
 
 
 def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:

@@ -4,8 +4,8 @@
 #   tests/gpu/run.sh [OUT [PART...]]   results go to OUT (default build/gpu); PYTHON chooses the interpreter
 #
 # Parts: `tests` (the whole suite, 7 minutes at most), `bench` (5), `points` (16 GB models: `memory`, where an
-# inferd's goes, 4; `swaps`, a hundred of them, 5; `mixed`, what prompts do to the pace of others, 2), `several`
-# (what needs two GPUs or more, alone; 4), and `all`, the default: `tests` and `bench`.
+# inferd's goes, 4; `swaps`, a hundred of them, 6; `mixed`, what prompts do to the pace of others, 2), `several`
+# (what needs two GPUs or more, alone; 9), and `all`, the default: `tests` and `bench`.
 # Needs a GPU, torch, pytest with pytest-timeout, nanobind, cmake and a C++20 compiler; no package index:
 # wheels of what this Python lacks can lie in a folder that WHEELS names.
 # Every step has its own limit of time, and a failed one does not keep the next from running; what each had
@@ -50,8 +50,15 @@ mixed() { step mixed 120 "$python" -m tests.bench.mixed_steps --json "$out/mixed
 swaps() {
   local folder
   folder=$(mktemp -d /dev/shm/changeover-bench-XXXXXX)
-  step swaps 300 "$python" -m tests.bench.swap --backend cuda --folder "$folder/models" \
-    --only-swaps 100 --within-s 220 --max-sequences 8 --json "$out/swaps.json"
+  step swaps 340 "$python" -m tests.bench.swap --backend cuda --folder "$folder/models" \
+    --only-swaps 100 --within-s 210 --max-sequences 8 --json "$out/swaps.json"
+  rm -rf "$folder"
+}
+
+pushes() { # to all GPUs through loaderd
+  local folder
+  folder=$(mktemp -d /dev/shm/changeover-bench-XXXXXX)
+  step pushes 240 "$python" -m tests.bench.several_gpus --folder "$folder/models" --json "$out/pushes.json"
   rm -rf "$folder"
 }
 
@@ -63,7 +70,7 @@ if [[ -n ${WHEELS:-} ]]; then
 fi
 
 # The extension of an editable install, or one put beside the sources (git ignores it).
-"$python" -c 'from shared import _native; _native.CudaReserve' 2>/dev/null || build
+"$python" -c 'from shared import _native; _native.CudaReleaseHold' 2>/dev/null || build
 
 for part in "${parts[@]}"; do
   [[ $part == all ]] && set -- tests bench || set -- "$part"
@@ -85,7 +92,9 @@ for part in "${parts[@]}"; do
       swaps) swaps ;;
       several)
         step several 120 "$python" -m pytest -q tests/gpu/test_several_gpus.py tests/unit/memory/test_backend_contract.py
+        step daemons 300 "$python" -m pytest -q --durations=10 tests/gpu/test_daemons_on_several_gpus.py
         step replicas 120 "$python" -m tests.bench.cuda --only-replicas --json "$out/replicas.json"
+        pushes
         ;;
       *)
         echo "no such part: $each" >&2

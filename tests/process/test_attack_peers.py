@@ -39,7 +39,7 @@ class Puppet:
             "name": "puppet",
             "model": model,
             "backend": "host",
-            "devices": ["host"],
+            "device": "host",
             "engine": "none",
             "flip": "pointer",
             "serves_two_versions": True,

@@ -29,7 +29,7 @@ HELLO = {
     "name": "intruder",
     "model": MODEL,
     "backend": "host",
-    "devices": ["host"],
+    "device": "host",
     "engine": "none",
     "flip": "pointer",
     "serves_two_versions": True,
@@ -216,8 +216,8 @@ def test_a_first_frame_that_is_no_hello_ends_the_connection(host: ServingHost, f
     [
         ({"protocol": PROTOCOL_VERSION + 1}, "protocol: inferd speaks protocol"),
         ({"backend": "cuda"}, "invalid_request: inferd maps 'cuda' memory"),
-        ({"devices": []}, "invalid_request: inferd uses devices"),
-        ({"devices": ["GPU-0"]}, "invalid_request: inferd uses devices ['GPU-0']"),
+        ({"device": ""}, "invalid_request: inferd is on device"),
+        ({"device": "GPU-0"}, "invalid_request: inferd is on device GPU-0"),
         ({"name": "a"}, "not_permitted: an inferd named a is attached already"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -9,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loaderd.checkpoint.header import TensorSource
-from loaderd.placement import Placement, PlacementRules, Residents, place
+from loaderd.placement import Placement, PlacementRules, place
 from loaderd.plan import Candidate, DeviceMemory, Serving, Verdict, plan_push
+from loaderd.residents import Residents
 from shared.digest import digest_bytes, file_digest
-from shared.ids import DeviceId, Digest, SlabId
+from shared.ids import HOST_DEVICE, DeviceId, Digest, SlabId
 from shared.layout import ALIGNMENT_BYTES, Layout, SlabEntry, TensorEntry
 from shared.layout_table import decode_layout, encode_layout
 
@@ -60,10 +62,8 @@ def versions(draw: st.DrawFn) -> Version:
 
 def layout_of(version: Version, placement: Placement, residents: Residents, prefix: str) -> Layout:
     """The layout table that a load of this placement produces."""
-    new = [
-        SlabEntry(SlabId(f"{prefix}-{i}"), DeviceId("host"), size) for i, size in enumerate(placement.slabs)
-    ]
-    old = [SlabEntry(slab, DeviceId("host"), residents.slabs[slab].nbytes) for slab in placement.shared_slabs]
+    new = [SlabEntry(SlabId(f"{prefix}-{i}"), HOST_DEVICE, size) for i, size in enumerate(placement.slabs)]
+    old = [SlabEntry(slab, HOST_DEVICE, residents.slabs[slab].nbytes) for slab in placement.shared_slabs]
     rows = []
     for tensor in sorted(version.tensors, key=lambda t: t.name):
         digest, spot = version.digests[tensor.name], placement.places[tensor.name]
@@ -81,6 +81,11 @@ def layout_of(version: Version, placement: Placement, residents: Residents, pref
             )
         )
     return Layout((*new, *old), tuple(rows))
+
+
+def residents_of(layouts: Mapping[str, Layout]) -> Residents:
+    """Versions with a copy on one device."""
+    return Residents.of({name: [layout] for name, layout in layouts.items()})
 
 
 def check_placement(
@@ -140,7 +145,7 @@ def test_a_chain_of_versions_is_placed_soundly(
 ) -> None:
     layouts: dict[str, Layout] = {}
     for number, version in enumerate(chain):
-        residents = Residents.of(layouts)
+        residents = residents_of(layouts)
         placement = place(version.tensors, version.digests, residents, rules)
         check_placement(version, placement, residents, rules)
         layouts[f"v{number}"] = layout_of(version, placement, residents, f"v{number}")
@@ -154,7 +159,7 @@ def test_order_does_not_matter(
     first: Version, second: Version, rules: PlacementRules, data: st.DataObject
 ) -> None:
     layout = layout_of(first, place(first.tensors, first.digests, Residents(), rules), Residents(), "v0")
-    residents = Residents.of({"v0": layout})
+    residents = residents_of({"v0": layout})
     expected = place(second.tensors, second.digests, residents, rules)
     tensors = data.draw(st.permutations(second.tensors))
     digests = dict(data.draw(st.permutations(list(second.digests.items()))))
@@ -201,21 +206,21 @@ def test_a_plan_that_is_not_refused_fits(
 ) -> None:
     layouts: dict[str, Layout] = {}
     for name, version in (("v0", old), ("v1", now)):
-        residents = Residents.of(layouts)
+        residents = residents_of(layouts)
         placement = place(version.tensors, version.digests, residents, rules)
         layouts[name] = layout_of(version, placement, residents, name)
-    residents = Residents.of(layouts)
+    residents = residents_of(layouts)
     target = in_table_of(now, new)
     candidate = Candidate("v2", target.tensors, target.digests, {}, {})
     serving = Serving("v1", layouts["v1"], {}, {})
     memory = DeviceMemory(free, limit)
-    plan = plan_push(candidate, serving, residents, memory, retained="v0", rules=rules)
+    plan = plan_push(candidate, serving, residents, {HOST_DEVICE: memory}, retained="v0", rules=rules)
     assert not plan.tensor_changes
     assert plan.bytes_total == target.content_bytes
     assert plan.bytes_to_read + plan.bytes_to_share == plan.bytes_total
     if plan.verdict is Verdict.REFUSE:
         needed = sum(place(target.tensors, target.digests, Residents(), rules).slabs)
-        assert needed > free + residents.total_bytes or (limit is not None and needed > limit)
+        assert needed > free + residents.bytes_on(HOST_DEVICE) or (limit is not None and needed > limit)
         return
     gone = {Verdict.HOT: {"v0"} if plan.sweep_first else set(), Verdict.COLD: {"v0", "v1"}}[plan.verdict]
     kept = {
@@ -223,11 +228,72 @@ def test_a_plan_that_is_not_refused_fits(
         for slab in residents.slabs.values()
         if slab.held_by - gone or slab.slab_id in plan.placement.shared_slabs
     }
-    freed = residents.total_bytes - sum(kept.values())
-    assert plan.bytes_to_allocate <= free + freed
-    assert plan.peak_bytes == sum(kept.values()) + plan.bytes_to_allocate
-    assert limit is None or plan.peak_bytes <= limit
+    freed = residents.bytes_on(HOST_DEVICE) - sum(kept.values())
+    assert plan.tightest.bytes_to_allocate <= free + freed
+    assert plan.tightest.peak_bytes == sum(kept.values()) + plan.tightest.bytes_to_allocate
+    assert limit is None or plan.tightest.peak_bytes <= limit
     assert kept.keys() >= set(plan.placement.shared_slabs)
     if plan.verdict is Verdict.COLD:
         assert plan.reasons
         assert not plan.placement.shared_slabs
+
+
+def copy_on(layout: Layout, device: DeviceId) -> Layout:
+    """The same layout in another device's slabs."""
+    slabs = tuple(SlabEntry(SlabId(f"{device}-{s.slab_id}"), device, s.nbytes) for s in layout.slabs)
+    return replace(layout, slabs=slabs)
+
+
+DEVICES = (DeviceId("GPU-a"), DeviceId("GPU-b"), DeviceId("GPU-c"))
+device_sets = st.sets(st.sampled_from(DEVICES), min_size=1).map(sorted)
+
+
+@SETTINGS
+@given(
+    versions(), versions(), versions(), rule_sets, device_sets, device_sets, device_sets,
+    st.lists(st.integers(0, 40_000), min_size=3, max_size=3),
+)  # fmt: skip
+def test_a_plan_for_several_devices_fits_each_of_them(
+    old: Version,
+    now: Version,
+    new: Version,
+    rules: PlacementRules,
+    old_on: list[DeviceId],
+    now_on: list[DeviceId],
+    new_on: list[DeviceId],
+    free: list[int],
+) -> None:
+    on_host: dict[str, Layout] = {}
+    layouts: dict[str, list[Layout]] = {}
+    for name, version, devices in (("v0", old, old_on), ("v1", now, now_on)):
+        residents = residents_of(on_host)
+        placement = place(version.tensors, version.digests, residents, rules)
+        on_host[name] = layout_of(version, placement, residents, name)
+        layouts[name] = [copy_on(on_host[name], device) for device in devices]
+    residents = Residents.of(layouts, new_on)
+    # Each slab counts once, on its device, whoever shares it.
+    for device in DEVICES:
+        slabs = {
+            s.slab_id: s.nbytes
+            for each in layouts.values()
+            for c in each
+            for s in c.slabs
+            if s.device == device
+        }
+        assert residents.bytes_on(device) == sum(slabs.values())
+        assert residents.freed_bytes(device, frozenset({"v0", "v1"}), frozenset()) == sum(slabs.values())
+    target = in_table_of(now, new)
+    candidate = Candidate("v2", target.tensors, target.digests, {}, {})
+    memory = {device: DeviceMemory(free[DEVICES.index(device)]) for device in new_on}
+    plan = plan_push(
+        candidate, Serving("v1", on_host["v1"], {}, {}), residents, memory, retained="v0", rules=rules
+    )
+    assert [each.device for each in plan.devices] == new_on
+    assert plan.bytes_to_read + plan.bytes_to_share == target.content_bytes
+    if plan.verdict is Verdict.REFUSE:
+        return
+    for each in plan.devices:
+        lacking = sum(s.nbytes for s in plan.shared_slabs if each.device not in s.replicas)
+        assert each.bytes_to_allocate == sum(plan.slabs) + lacking
+        assert each.bytes_to_allocate <= each.free_bytes + each.freed_bytes
+        assert each.missing_bytes <= plan.tightest.missing_bytes <= 0

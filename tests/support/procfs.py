@@ -38,6 +38,12 @@ def memfds(pid: int) -> int:
     return sum(count for kind, count in fd_kinds(pid).items() if kind.startswith("/memfd:"))
 
 
+def bytes_read(pid: int) -> int:
+    """Bytes that a process has read from files and sockets since it started."""
+    fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
 def thread_count(pid: int) -> int:
     """Threads of a process."""
     return len(list(Path(f"/proc/{pid}/task").iterdir()))

@@ -69,7 +69,7 @@ def make_model(
         pad_token_id=0,
         dtype=torch.float32,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())

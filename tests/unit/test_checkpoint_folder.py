@@ -194,6 +194,10 @@ def test_only_plain_names_are_opened(root: Path, name: str) -> None:
         folder.open_file(name)
 
 
+def never(folder: Folder) -> str:
+    raise AssertionError("there is no seal to look at")
+
+
 def test_the_first_root_that_has_the_name_is_taken(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_single(tmp_path / name / "m-v1", {name: ("U8", [1], b"x")})
@@ -204,7 +208,7 @@ def test_the_first_root_that_has_the_name_is_taken(tmp_path: Path) -> None:
     open_checkpoint(roots, "m-v2").close()
     with pytest.raises(UnknownVersion, match="no folder 'm-v3' below"):
         open_checkpoint(roots, "m-v3")
-    listed = list_folders([*roots, tmp_path / "missing"])
+    listed = list_folders([*roots, tmp_path / "missing"], never)
     assert [(entry.name, entry.root) for entry in listed] == [("m-v1", roots[0]), ("m-v2", roots[1])]
 
 
@@ -214,10 +218,12 @@ def test_listing_leaves_out_what_is_no_checkpoint(root: Path, tmp_path: Path) ->
     (root / "file").write_text("")
     (root / "out").symlink_to(tmp_path)
     (root / ".hidden").mkdir()
-    (entry,) = list_folders([root])
+    (entry,) = list_folders([root], never)
     assert (entry.name, entry.nbytes, entry.is_sealed) == ("m-v1", len(safetensors(TENSORS)), False)
     (root / "m-v1" / "seal.json").write_text("{}")
-    assert list_folders([root])[0].is_sealed
+    assert list_folders([root], lambda folder: "")[0].is_sealed
+    (broken,) = list_folders([root], lambda folder: f"{folder.name} is broken")
+    assert (broken.is_sealed, broken.seal_fault) == (False, "m-v1 is broken")
 
 
 def test_pickles_are_never_read(root: Path) -> None:
@@ -295,7 +301,7 @@ def test_no_fd_is_left_after_use_or_refusal(root: Path, tmp_path: Path) -> None:
     for name in ("m-v2", "m-v3"):
         with pytest.raises(CheckpointError):
             open_checkpoint([root], name)
-    list_folders([root])
+    list_folders([root], never)
     assert open_fds() == before
     checkpoint.close()
     with pytest.raises(InvariantError, match="is closed"):

@@ -111,6 +111,7 @@ def test_a_status_of_many_versions_fits_a_frame() -> None:
         "tag": tag,
         "state": "draining",
         "since_ns": 1 << 60,
+        "devices": ("GPU-" + "0" * 36,) * 8,
         "nbytes": 1 << 40,
         "shared_bytes": 0,
         "tensors": 10**6,

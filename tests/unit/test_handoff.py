@@ -25,6 +25,7 @@ from loaderd.chronicle import Chronicle
 from loaderd.handoff_server import HandoffServer
 from loaderd.journal import Journal
 from loaderd.leases import Lease
+from loaderd.model_devices import ModelDevices
 from shared.codec import HANDOFF_FRAME_BYTES, PROTOCOL_VERSION, decode, encode
 from shared.errors import (
     ChangeoverError,
@@ -107,7 +108,12 @@ async def _pair(tmp_path: Path) -> AsyncIterator[Pair]:
         with Journal(tmp_path / "journal.jsonl") as journal:
             chronicle = Chronicle(journal, Generation("g1"), publisher)
             server = HandoffServer(
-                Generation("g1"), Policy(os.getuid()), writer, HOST_DEVICE, chronicle, holder
+                Generation("g1"),
+                Policy(os.getuid()),
+                writer,
+                ModelDevices({}, (HOST_DEVICE,)),
+                chronicle,
+                holder,
             )
             slots = Slots("toy", lambda: [link.slots_changed() for link in links], lambda tag: None)
             preparer = Preparer(slots, engine, reader, verify_mapped=True)
@@ -118,7 +124,7 @@ async def _pair(tmp_path: Path) -> AsyncIterator[Pair]:
                 return 3
 
             link = LoaderdLink(
-                Identity("a", "toy"), tmp_path / "h.sock", slots, preparer, engine, reader, turn
+                Identity("a", "toy", HOST_DEVICE), tmp_path / "h.sock", slots, preparer, engine, reader, turn
             )
             links.append(link)
             async with asyncio.TaskGroup() as tasks:
@@ -403,7 +409,7 @@ def _hello(**changes: object) -> Hello:
         "name": "b",
         "model": "toy",
         "backend": "host",
-        "devices": ("host",),
+        "device": "host",
         "engine": "test",
         "flip": "pointer",
         "serves_two_versions": True,
@@ -417,8 +423,7 @@ def _hello(**changes: object) -> Hello:
     [
         ({"protocol": PROTOCOL_VERSION + 1}, "speaks protocol"),
         ({"backend": "cuda"}, "maps 'cuda' memory"),
-        ({"devices": ("GPU-0",)}, "devices .*GPU-0.*, the weights are on host"),
-        ({"devices": ()}, "the weights are on host"),
+        ({"device": "GPU-0"}, "on device GPU-0, versions of toy are on host"),
     ],
 )
 def test_a_peer_that_does_not_fit_is_told_why(

@@ -22,6 +22,7 @@ from loaderd.handoff_server import STRANGERS_AT_ONCE, HandoffServer
 from loaderd.inquiries import FOLDER_READS_AT_ONCE, Inquiries
 from loaderd.journal import Journal
 from loaderd.leases import Lease
+from loaderd.model_devices import ModelDevices
 from shared.codec import HANDOFF_FRAME_BYTES, PROTOCOL_VERSION, decode, encode
 from shared.control import Diff
 from shared.errors import NotPermitted, PeerError, ResourceError, UnknownVersion
@@ -96,7 +97,7 @@ def test_strangers_cannot_use_up_the_fds_or_fill_the_journal(
         name="stranger",
         model="toy",
         backend="host",
-        devices=("host",),
+        device="host",
         engine="none",
         flip="pointer",
         serves_two_versions=True,
@@ -106,7 +107,12 @@ def test_strangers_cannot_use_up_the_fds_or_fill_the_journal(
     async def scenario(journal: Journal, publisher: zmq.Socket[bytes]) -> None:
         chronicle = Chronicle(journal, Generation("g"), publisher)
         server = HandoffServer(
-            Generation("g"), _Nobody(os.getuid()), HostBackend(), HOST_DEVICE, chronicle, _Holder()
+            Generation("g"),
+            _Nobody(os.getuid()),
+            HostBackend(),
+            ModelDevices({}, (HOST_DEVICE,)),
+            chronicle,
+            _Holder(),
         )
         listener = listen_seqpacket(short_path / "h.sock", 0o600)
         running = asyncio.create_task(server.run(listener))

@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.load_request import LoadProgress, LoadRequest, Pace
 from loaderd.loading import Loaded, load_and_verify
-from loaderd.placement import PlacementRules, Residents, place
+from loaderd.placement import PlacementRules, place
+from loaderd.residents import Residents
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
 from shared.errors import (
@@ -70,7 +71,7 @@ def _load(
     seal: Seal | None = read_seal(checkpoint.seal_bytes) if checkpoint.seal_bytes else None
     digests = seal.tensor_digests if seal is not None else {}
     placement = place(checkpoint.tensors, digests, Residents(), RULES)
-    request = LoadRequest(REF, checkpoint, seal, placement, (), HOST_DEVICE)
+    request = LoadRequest(REF, checkpoint, seal, placement, (), (HOST_DEVICE,))
     return load_and_verify(request, backend, progress or LoadProgress(), cancelled or threading.Event(), pace)
 
 
@@ -83,15 +84,16 @@ def test_what_is_resident_is_what_the_files_hold(folder: Path, backend: FakeBack
     with open_directory(folder) as checkpoint:
         loaded = _load(checkpoint, backend, progress=progress)
         distinct = checkpoint.total_bytes - (64 * 300 * 4 if is_sealed else 0)
-    assert loaded.version.tag.digest == expected.digest
-    assert {t.name: t.digest for t in loaded.version.layout.tensors} == expected.tensor_digests
-    assert {t.name: t.crc32 for t in loaded.version.layout.tensors} == {
+    version = loaded.copies[HOST_DEVICE]
+    assert version.tag.digest == expected.digest
+    assert {t.name: t.digest for t in version.layout.tensors} == expected.tensor_digests
+    assert {t.name: t.crc32 for t in version.layout.tensors} == {
         name: tensor.crc32 for name, tensor in expected.tensors.items()
     }
-    assert all(t.offset_bytes % 256 == 0 for t in loaded.version.layout.tensors)
+    assert all(t.offset_bytes % 256 == 0 for t in version.layout.tensors)
     assert (progress.read, progress.verified) == (distinct, distinct)
-    assert loaded.version.layout.total_bytes == distinct, "equal tensors lie in one place where it is known"
-    check_identity(loaded.version, hash_bytes=True)
+    assert version.layout.total_bytes == distinct, "equal tensors lie in one place where it is known"
+    check_identity(version, hash_bytes=True)
     for slab in loaded.new_slabs:
         slab.close()
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from loaderd.checkpoint.header import TensorSource
-from loaderd.placement import PlacementRules, Residents, place
+from loaderd.placement import PlacementRules, place
 from loaderd.plan import Candidate, DeviceMemory, Plan, Serving, Verdict, plan_push
+from loaderd.residents import Residents
 from shared.digest import file_digest
 from shared.errors import InvariantError
-from shared.ids import DeviceId, Digest, SlabId
+from shared.ids import HOST_DEVICE, Digest, SlabId
 from shared.layout import Layout, SlabEntry, TensorEntry
 
 KIB = 1024
@@ -52,11 +53,11 @@ def resident(version: int = 1, slab: str = "s", **kept: int) -> Layout:
     for name, digest in digests(version, **kept).items():
         tensors.append(TensorEntry(name, "U8", (SIZES[name],), SIZES[name], 0, offset, 0, digest))
         offset += SIZES[name]
-    return Layout((SlabEntry(SlabId(f"{slab}{version}"), DeviceId("host"), 8 * KIB),), tuple(tensors))
+    return Layout((SlabEntry(SlabId(f"{slab}{version}"), HOST_DEVICE, 8 * KIB),), tuple(tensors))
 
 
 SERVING = Serving("m-v1", resident(1), CONFIG, ASSETS)
-RESIDENTS = Residents.of({"m-v1": resident(1)})
+RESIDENTS = Residents.of({"m-v1": [resident(1)]})
 
 
 def plan(
@@ -66,14 +67,16 @@ def plan(
     memory: DeviceMemory = FREE,
     retained: str | None = None,
 ) -> Plan:
-    return plan_push(new or candidate(), serving, residents, memory, retained=retained, rules=RULES)
+    return plan_push(
+        new or candidate(), serving, residents, {HOST_DEVICE: memory}, retained=retained, rules=RULES
+    )
 
 
 def test_a_first_load_reads_everything() -> None:
     first = plan(serving=None, residents=Residents())
     assert (first.verdict, first.reasons, first.warnings) == (Verdict.HOT, (), ())
     assert (first.bytes_total, first.bytes_to_read, first.bytes_to_share) == (8 * KIB, 8 * KIB, 0)
-    assert (first.slabs, first.peak_bytes, first.sweep_first) == ((8 * KIB,), 8 * KIB, False)
+    assert (first.slabs, first.tightest.peak_bytes, first.sweep_first) == ((8 * KIB,), 8 * KIB, False)
     assert [(r.tensor, r.file_offset, r.slab_offset, r.nbytes) for r in first.reads] == [
         ("a", 100, 0, 4 * KIB), ("b", 100 + 4 * KIB, 4 * KIB, 3 * KIB), ("c", 100 + 7 * KIB, 7 * KIB, KIB),
     ]  # fmt: skip
@@ -87,8 +90,12 @@ def test_a_push_reads_what_changed_and_shares_the_rest() -> None:
         ("a", "s1", 0),
         ("c", "s1", 7 * KIB),
     ]
-    assert (hot.bytes_to_read, hot.bytes_to_share, hot.bytes_to_allocate) == (3 * KIB, 5 * KIB, 3 * KIB)
-    assert hot.peak_bytes == 11 * KIB
+    assert (hot.bytes_to_read, hot.bytes_to_share, hot.tightest.bytes_to_allocate) == (
+        3 * KIB,
+        5 * KIB,
+        3 * KIB,
+    )
+    assert hot.tightest.peak_bytes == 11 * KIB
     assert {name: (p.slab, p.offset_bytes) for name, p in hot.placement.places.items()} == {
         "a": (1, 0), "b": (0, 0), "c": (1, 7 * KIB),
     }  # fmt: skip
@@ -105,6 +112,8 @@ def test_without_a_seal_nothing_is_shared() -> None:
     unsealed = plan(replace(candidate(), digests={}))
     assert (unsealed.verdict, unsealed.bytes_to_share) == (Verdict.HOT, 0)
     assert unsealed.warnings == ("m-v2 has no seal: nothing can be shared, and only reading it shows damage",)
+    (warning,) = plan(replace(candidate(), digests={}, is_signed=True)).warnings
+    assert warning == "m-v2 has no seal: all of it is hashed before it is loaded, and only then shared"
 
 
 def changed(name: str, **fields: object) -> Candidate:
@@ -188,13 +197,13 @@ def test_ignored_files_are_told() -> None:
 
 # --- memory: v1 serves and v0 is retained, 8 KiB each; v2 needs 8 KiB ------------------------------
 
-BOTH = Residents.of({"m-v1": resident(1), "m-v0": resident(0)})
+BOTH = Residents.of({"m-v1": [resident(1)], "m-v0": [resident(0)]})
 
 
 @pytest.mark.parametrize("memory", [DeviceMemory(8 * KIB), DeviceMemory(1 << 30, limit_bytes=24 * KIB)])
 def test_what_fits_beside_everything_sweeps_nothing(memory: DeviceMemory) -> None:
     hot = plan(residents=BOTH, memory=memory, retained="m-v0")
-    assert (hot.verdict, hot.sweep_first, hot.peak_bytes) == (Verdict.HOT, False, 24 * KIB)
+    assert (hot.verdict, hot.sweep_first, hot.tightest.peak_bytes) == (Verdict.HOT, False, 24 * KIB)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +212,7 @@ def test_what_fits_beside_everything_sweeps_nothing(memory: DeviceMemory) -> Non
 def test_what_fits_after_a_sweep_is_hot(memory: DeviceMemory) -> None:
     hot = plan(residents=BOTH, memory=memory, retained="m-v0")
     assert (hot.verdict, hot.sweep_first, hot.reasons) == (Verdict.HOT, True, ())
-    assert hot.peak_bytes == 16 * KIB
+    assert hot.tightest.peak_bytes == 16 * KIB
 
 
 def test_sharing_with_the_retained_version_is_given_up_where_its_slab_must_go() -> None:
@@ -214,40 +223,40 @@ def test_sharing_with_the_retained_version_is_given_up_where_its_slab_must_go() 
     assert (roomy.sweep_first, roomy.bytes_to_share) == (False, 7 * KIB)
     tight = plan(mixed, residents=BOTH, memory=DeviceMemory(KIB - 1), retained="m-v0")
     assert (tight.verdict, tight.sweep_first, tight.bytes_to_share) == (Verdict.HOT, True, 0)
-    assert tight.peak_bytes == 16 * KIB
+    assert tight.tightest.peak_bytes == 16 * KIB
 
 
 def test_what_fits_only_after_unloading_is_cold_and_says_what_is_missing() -> None:
     cold = plan(memory=DeviceMemory(3 * KIB))
-    assert (cold.verdict, cold.sweep_first, cold.peak_bytes) == (Verdict.COLD, False, 8 * KIB)
+    assert (cold.verdict, cold.sweep_first, cold.tightest.peak_bytes) == (Verdict.COLD, False, 8 * KIB)
     assert cold.reasons == (
-        f"{5 * KIB} bytes are missing to hold m-v2 beside m-v1: it fits only after m-v1 is unloaded",
+        f"{5 * KIB} bytes are missing on host to hold m-v2 beside m-v1: it fits only after m-v1 is unloaded",
     )
 
 
 def test_a_cold_load_shares_nothing_that_is_unloaded() -> None:
     cold = plan(candidate(2, a=1), memory=DeviceMemory(KIB))
-    assert (cold.verdict, cold.bytes_to_share, cold.bytes_to_allocate) == (Verdict.COLD, 0, 8 * KIB)
-    assert cold.reasons[0].startswith(f"{3 * KIB} bytes are missing")
+    assert (cold.verdict, cold.bytes_to_share, cold.tightest.bytes_to_allocate) == (Verdict.COLD, 0, 8 * KIB)
+    assert cold.reasons[0].startswith(f"{3 * KIB} bytes are missing on host")
 
 
 def test_what_never_fits_is_refused_with_needed_and_free() -> None:
-    refused = plan(residents=Residents.of({"m-v1": resident(1), "other": resident(7)}),
+    refused = plan(residents=Residents.of({"m-v1": [resident(1)], "other": [resident(7)]}),
                    memory=DeviceMemory(1 << 30, limit_bytes=14 * KIB))  # fmt: skip
     assert (refused.verdict, refused.sweep_first) == (Verdict.REFUSE, False)
     assert refused.reasons == (
-        f"m-v2 needs {8 * KIB} bytes, 0 are free (the limit for weights is {14 * KIB}), "
+        f"m-v2 needs {8 * KIB} bytes on host, 0 are free there (the limit for weights is {14 * KIB}), "
         f"and unloading what it may replace frees {8 * KIB}: {2 * KIB} bytes are missing",
     )
     first = plan(serving=None, residents=Residents(), memory=DeviceMemory(KIB))
     assert first.reasons == (
-        f"m-v2 needs {8 * KIB} bytes, {KIB} are free, and unloading what it may replace frees 0: "
-        f"{7 * KIB} bytes are missing",
+        f"m-v2 needs {8 * KIB} bytes on host, {KIB} are free there, and unloading what it may replace "
+        f"frees 0: {7 * KIB} bytes are missing",
     )
 
 
 def test_a_slab_that_another_version_holds_is_not_freed_by_a_sweep() -> None:
-    shared = Residents.of({"m-v1": resident(1), "m-v0": resident(0), "other": resident(0)})
+    shared = Residents.of({"m-v1": [resident(1)], "m-v0": [resident(0)], "other": [resident(0)]})
     assert plan(residents=shared, memory=DeviceMemory(7 * KIB), retained="m-v0").verdict is Verdict.COLD
 
 
@@ -294,13 +303,13 @@ def test_aliases_are_read_once_and_count_once() -> None:
     assert [read.tensor for read in placement.reads] == ["embed", "x"]
     assert placement.slabs == (5 * KIB,)
     layout = Layout(
-        (SlabEntry(SlabId("s"), DeviceId("host"), 5 * KIB),),
+        (SlabEntry(SlabId("s"), HOST_DEVICE, 5 * KIB),),
         tuple(
             TensorEntry(t.name, "U8", t.shape, t.nbytes, 0, placement.places[t.name].offset_bytes, 0, digest)
             for t, digest in zip(tensors, same.values(), strict=True)
         ),
     )
-    again = place(tensors, same, Residents.of({"v": layout}), RULES)
+    again = place(tensors, same, Residents.of({"v": [layout]}), RULES)
     assert (again.bytes_to_share, again.slabs, len(again.shared)) == (5 * KIB, (), 3)
 
 
@@ -331,7 +340,7 @@ def test_a_slab_is_not_kept_for_a_few_of_its_tensors() -> None:
 def test_layouts_that_disagree_on_a_slab_are_a_broken_invariant() -> None:
     other = replace(resident(1), slabs=(replace(resident(1).slabs[0], nbytes=16 * KIB),))
     with pytest.raises(InvariantError, match="disagree on the size of slab s1"):
-        Residents.of({"x": resident(1), "y": other})
+        Residents.of({"x": [resident(1)], "y": [other]})
 
 
 # --- who holds memory ----------------------------------------------------------------------------
@@ -341,16 +350,16 @@ HELD = "GPU memory is held by pid 7 (vllm) with 3 MiB"
 
 def test_missing_device_memory_names_who_holds_it() -> None:
     memory = DeviceMemory(free_bytes=KIB, holders=HELD)
-    refused = plan_push(candidate(), None, Residents.of({}), memory, rules=RULES)
+    refused = plan_push(candidate(), None, Residents.of({}), {HOST_DEVICE: memory}, rules=RULES)
     assert refused.verdict is Verdict.REFUSE
     assert refused.reasons[-1].endswith(f"bytes are missing; {HELD}")
-    cold = plan_push(candidate(), SERVING, RESIDENTS, memory, rules=RULES)
+    cold = plan_push(candidate(), SERVING, RESIDENTS, {HOST_DEVICE: memory}, rules=RULES)
     assert cold.verdict is Verdict.COLD
     assert cold.reasons[-1].endswith(f"after m-v1 is unloaded; {HELD}")
 
 
 def test_holders_are_not_named_where_the_limit_for_weights_is_what_is_missing() -> None:
     memory = DeviceMemory(free_bytes=1 << 30, limit_bytes=KIB, holders=HELD)
-    refused = plan_push(candidate(), None, Residents.of({}), memory, rules=RULES)
+    refused = plan_push(candidate(), None, Residents.of({}), {HOST_DEVICE: memory}, rules=RULES)
     assert refused.verdict is Verdict.REFUSE
     assert HELD not in " ".join(refused.reasons)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from loaderd.checkpoint import replacement
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.checkpoint.header import TensorSource
-from loaderd.seal import create
 from loaderd.seal import scan as scan_module
 from loaderd.seal.check import check_against, check_tensor, verify_directory
 from loaderd.seal.create import seal_directory
@@ -61,7 +61,7 @@ def held_against_seal(folder: Path) -> None:
         check_against(checkpoint, read_seal(checkpoint.seal_bytes))
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, 2, 4])
 def test_a_seal_says_what_the_folder_holds(folder: Path, jobs: int) -> None:
     seen: list[tuple[int, int]] = []
     seal = seal_directory(folder, jobs=jobs, progress=lambda done, total: seen.append((done, total)))
@@ -120,6 +120,41 @@ def test_a_scan_reads_in_chunks_of_bounded_size(folder: Path, monkeypatch: pytes
     assert max(sizes) == 2 * LEAF_BYTES
     assert seal.tensors["big"].leaves == sha256_leaves(BIG, LEAF_BYTES)
     assert seal.tensors["big"].crc32 == crc32(BIG)
+
+
+def test_the_buffer_is_not_read_into_while_it_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_single(tmp_path / "m-v1", {"big": ("U8", [len(BIG)], BIG)})
+    expected = seal_directory(folder, jobs=1)
+    preadv = os.preadv
+    busy: list[Slow] = []
+    reads: list[int] = []
+
+    class Slow:
+        def __init__(self) -> None:
+            self._state = hashlib.sha256()
+
+        def update(self, chunk: memoryview) -> None:
+            busy.append(self)
+            threading.Event().wait(0.01)  # long enough for a reader that does not wait
+            self._state.update(chunk)
+            busy.remove(self)
+
+        def digest(self) -> bytes:
+            assert self not in busy
+            return self._state.digest()
+
+    def spy(fd: int, buffers: list[memoryview], offset: int) -> int:
+        assert not busy
+        reads.append(offset)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(scan_module, "sha256", Slow)
+    monkeypatch.setattr(os, "preadv", spy)
+    monkeypatch.setattr(scan_module, "_CHUNK_BYTES", LEAF_BYTES)
+    assert seal_directory(folder, jobs=2) == expected
+    assert len(reads) == 1 + 6
 
 
 @pytest.mark.parametrize(
@@ -286,7 +321,7 @@ def test_a_seal_is_whole_or_not_there(folder: Path, monkeypatch: pytest.MonkeyPa
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(create.os, call, fail)
+    monkeypatch.setattr(replacement.os, call, fail)
     with pytest.raises(DriverError, match=r"write failed with 28: seal\.json: No space left"):
         seal_directory(folder)
     assert read_seal((folder / "seal.json").read_bytes()) == before
@@ -305,8 +340,8 @@ def test_a_seal_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch:
         calls.append(f"rename to {target}")
         rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
-    monkeypatch.setattr(create.os, "fsync", spy_fsync)
-    monkeypatch.setattr(create.os, "rename", spy_rename)
+    monkeypatch.setattr(replacement.os, "fsync", spy_fsync)
+    monkeypatch.setattr(replacement.os, "rename", spy_rename)
     seal_directory(folder)
     assert calls == ["fsync file", "rename to seal.json", "fsync folder"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shared.control import (
+    DevicePlanReport,
     DiffReport,
     FolderReport,
     HistoryEntry,
@@ -41,13 +42,17 @@ def plan(**changes: object) -> PlanReport:
         "bytes_total": 257 * MIB,
         "bytes_to_read": 64 * MIB,
         "bytes_to_share": 193 * MIB,
-        "bytes_to_allocate": 64 * MIB,
-        "peak_bytes": 66 * MIB,
-        "free_bytes": 6 * GIB,
+        "devices": (on_device("host"),),
         "sealed": True,
         **changes,
     }
     return PlanReport(**fields)  # type: ignore[arg-type]
+
+
+def on_device(device: str, **changes: int) -> DevicePlanReport:
+    """What the plan means for one device."""
+    fields = {"bytes_to_allocate": 64 * MIB, "peak_bytes": 66 * MIB, "free_bytes": 6 * GIB, **changes}
+    return DevicePlanReport(device=device, **fields)
 
 
 def push_reply(operation: str | None = OPERATION, **changes: object) -> PushReply:
@@ -116,13 +121,18 @@ def wire_error(code: str, message: str) -> WireError:
 
 def versions() -> tuple[VersionReport, ...]:
     """Two versions, the retained one still held."""
-    holder = HolderReport(inferd="replica-0", pid=4242, state="serving", references=3, age_s=61.0)
-    late = HolderReport(inferd="replica-1", pid=4243, state="draining", references=1, age_s=4000.0)
+    holder = HolderReport(
+        inferd="replica-0", pid=4242, device="host", state="serving", references=3, age_s=61.0
+    )
+    late = HolderReport(
+        inferd="replica-1", pid=4243, device="host", state="draining", references=1, age_s=4000.0
+    )
     return (
         VersionReport(
             tag=V1,
             state="retained",
             since_ns=STARTED_NS,
+            devices=("host",),
             nbytes=257 * MIB,
             shared_bytes=193 * MIB,
             tensors=272,
@@ -134,6 +144,7 @@ def versions() -> tuple[VersionReport, ...]:
             tag=V2,
             state="active",
             since_ns=STARTED_NS,
+            devices=("host",),
             nbytes=257 * MIB,
             shared_bytes=193 * MIB,
             tensors=272,
@@ -155,6 +166,7 @@ def status(**changes: object) -> StatusReport:
         pid=4242,
         uid=990,
         model="smollm2",
+        device="host",
         lease=1,
         attached_s=7384.0,
         serving=V2,
@@ -187,6 +199,14 @@ def versions_report() -> VersionsReport:
             FolderReport(name="smollm2-v2", root="/srv/models", sealed=True, nbytes=257 * MIB, resident=True),
             FolderReport(
                 name="smollm2-v3", root="/srv/models", sealed=False, nbytes=257 * MIB, resident=False
+            ),
+            FolderReport(
+                name="smollm2-v4",
+                root="/srv/models",
+                sealed=False,
+                seal_fault="seal.json: byte 0: is not valid JSON",
+                nbytes=257 * MIB,
+                resident=False,
             ),
         ),
     )
@@ -222,7 +242,14 @@ def history() -> HistoryReport:
 def verification(damaged: tuple[str, ...] = ()) -> VerifyReport:
     """A version hashed where it lies."""
     return VerifyReport(
-        tag=V2, against="sealed", tensors=272, nbytes=257 * MIB, seconds=0.25, damaged=damaged
+        tag=V2,
+        against="sealed",
+        devices=("host",),
+        tensors=272,
+        nbytes=257 * MIB,
+        seconds=0.25,
+        damaged=damaged,
+        damaged_devices=("host",) if damaged else (),
     )
 
 

@@ -27,7 +27,7 @@ def test_push_shows_the_plan_each_stage_and_the_outcome(tmp_path: Path) -> None:
     assert ran.stdout.splitlines()[:3] == [
         "plan for smollm2-v2: hot",
         "  read 64.0 MiB, share 193.0 MiB already resident, of 257.0 MiB in 272 tensors (sealed)",
-        "  memory: allocate 64.0 MiB of 6.0 GiB free, peak of all weights 66.0 MiB",
+        "  memory of host: allocate 64.0 MiB of 6.0 GiB free, peak of all weights 66.0 MiB",
     ]
     assert ran.stdout.count("  warning: no tensor changed\n") == 1
     stages = [line.split()[2] for line in ran.stdout.splitlines() if " s  " in line]

@@ -24,8 +24,8 @@ def test_status_shows_models_slots_references_and_holders_with_their_ages(tmp_pa
     assert (
         f"{reports.OPERATION} push smollm2-v2 running loading 16.0 MiB of 64.0 MiB (25 %), 64.0 MiB/s" in rows
     )
-    assert "replica-0 4242 smollm2 7 2h03m 3 0 retained v1 refs 0 12s serving v2 refs 3 12s" in rows
-    assert "smollm2-v1 replica-1 4243 draining 1 1h06m" in rows
+    assert "replica-0 4242 smollm2 host 7 2h03m 3 0 retained v1 refs 0 12s serving v2 refs 3 12s" in rows
+    assert "smollm2-v1 replica-1 4243 host draining 1 1h06m" in rows
     assert "host 321.0 MiB 6.0 GiB 387.0 MiB" in rows
     assert "devices" not in rows
 
@@ -60,6 +60,7 @@ def test_versions_shows_what_is_resident_and_what_could_be_pushed(tmp_path: Path
     rows = [" ".join(line.split()) for line in ran.stdout.splitlines()]
     assert any(row.startswith("smollm2-v2 2b2b2b2b2b2b active ") for row in rows)
     assert "smollm2-v3 257.0 MiB no no /srv/models" in rows
+    assert "smollm2-v4 257.0 MiB broken no /srv/models" in rows
 
 
 def test_history_asks_for_what_was_wanted_and_shows_it_oldest_first(tmp_path: Path) -> None:

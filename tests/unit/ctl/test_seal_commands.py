@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from loaderd.ctl import tables
 from loaderd.ctl.hash_progress import HashProgress
 from loaderd.ctl.terminal import Terminal
+from tests.support.signing import KeyPair, make_keys
 from tests.unit.checkpoint_files import content, write_sharded
 from tests.unit.ctl import reports
-from tests.unit.ctl.command_line import OnTerminal, run
+from tests.unit.ctl.command_line import OnTerminal, environment, run
 from tests.unit.ctl.scripted_daemon import ScriptedDaemon
 
 
@@ -97,9 +99,22 @@ def test_a_name_without_a_slash_is_a_resident_version_even_where_a_folder_has_it
         assert daemon.asked[0].body.model_dump() == {"verb": "verify", "name": "tiny-v1"}
     assert (ran.code, ran.stderr) == (0, "")
     assert ran.stdout.splitlines() == [
-        "smollm2-v2: 272 tensors, 257.0 MiB hashed in 250 ms, 1.0 GiB/s, against its seal",
+        "smollm2-v2: 272 tensors on host, 257.0 MiB hashed in 250 ms, 1.0 GiB/s, against its seal",
         f"  digest   {reports.DIGEST_2}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("against", "words"),
+    [
+        ("sealed", "against its seal"),
+        ("signed", "against what was signed"),
+        ("digest", "against the digests taken when it was loaded"),
+    ],
+)
+def test_a_report_says_what_a_version_was_held_against(against: str, words: str) -> None:
+    report = reports.verification().model_copy(update={"against": against})
+    assert next(tables.verification(report)).endswith(words)
 
 
 @pytest.mark.parametrize("is_json", [False, True])
@@ -112,7 +127,11 @@ def test_resident_damage_is_exit_3_and_names_every_tensor(tmp_path: Path, is_jso
     if is_json:
         assert ran.json_lines[0]["exit_code"] == 3
     else:
-        assert ran.stdout.splitlines()[-2:] == ["  damaged  a.weight", "  damaged  b.weight"]
+        assert ran.stdout.splitlines()[-3:] == [
+            "  on       host",
+            "  damaged  a.weight",
+            "  damaged  b.weight",
+        ]
 
 
 def test_ctrl_c_stops_the_hashing_at_its_next_chunk_and_gives_the_signal_back() -> None:
@@ -125,3 +144,107 @@ def test_ctrl_c_stops_the_hashing_at_its_next_chunk_and_gives_the_signal_back() 
         with pytest.raises(KeyboardInterrupt):
             progress(2, 10)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+# --- with keys -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyPair:
+    return make_keys(tmp_path / "keys")
+
+
+def test_a_folder_is_sealed_and_signed(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
+    sealed = run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
+    assert (sealed.code, sealed.stderr) == (0, "")
+    assert sealed.stdout.splitlines()[-3].startswith("sealed and signed: tiny-v1, 2 tensors, 4 files, ")
+    assert sealed.stdout.splitlines()[-1] == f"  key      {keys.trusted.hint}"
+    verified = run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public))
+    assert (verified.code, verified.stderr) == (0, "")
+    assert verified.stdout.splitlines()[-2].startswith("verified, signed with a trusted key: tiny-v1, ")
+    result = run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private), "--json").json_lines[-1]
+    assert result["key"] == keys.trusted.hint
+
+
+def test_a_signature_by_another_key(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
+    other = make_keys(tmp_path / "keys", "other")
+    run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
+    refused = run(tmp_path, "verify", "tiny-v1/", "--key", str(other.public), "--json")
+    assert refused.code == 3
+    assert "error: model.sig: was made with key" in refused.stderr
+    assert refused.json_lines[-1]["code"] == "signature"
+    both = run(tmp_path, "verify", "tiny-v1/", "--key", str(other.public), "--key", str(keys.public))
+    assert both.code == 0
+
+
+def test_what_was_altered_after_signing(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
+    run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
+    with (folder / "config.json").open("a") as file:
+        file.write(" ")
+    refused = run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public))
+    assert refused.code == 3
+    assert refused.stderr.startswith("error: config.json: is sha256:")
+
+
+def test_a_key_that_cannot_be_used_is_told_before_anything_is_hashed(tmp_path: Path, folder: Path) -> None:
+    for command in (("seal", "tiny-v1"), ("verify", "tiny-v1/")):
+        ran = run(tmp_path, *command, "--key", "nowhere.pem")
+        assert (ran.code, ran.stdout) == (2, "")
+        assert ran.stderr == "error: nowhere.pem: No such file or directory\n"
+
+
+def test_a_resident_version_is_not_verified_with_a_key(tmp_path: Path, keys: KeyPair) -> None:
+    ran = run(tmp_path, "verify", "tiny-v1", "--key", str(keys.public))
+    assert (ran.code, ran.stderr) == (
+        2,
+        "error: --key is for folders: tiny-v1 is a version, ./tiny-v1 a folder\n",
+    )
+
+
+def test_a_key_that_others_can_read_is_used_with_a_warning(
+    tmp_path: Path, folder: Path, keys: KeyPair
+) -> None:
+    keys.private.chmod(0o644)
+    ran = run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
+    assert ran.code == 0
+    assert ran.stderr == f"warning: others than its owner can read {keys.private}; chmod 600 it\n"
+
+
+def test_sealing_without_a_key_leaves_a_signature_that_is_none_any_more(
+    tmp_path: Path, folder: Path, keys: KeyPair
+) -> None:
+    run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
+    (folder / "config.json").write_text("{}")
+    ran = run(tmp_path, "seal", "tiny-v1")
+    assert ran.code == 0
+    assert ran.stderr.startswith("warning: model.sig does not cover the new seal;")
+    assert (
+        "the seal was altered after signing"
+        in run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public)).stderr
+    )
+
+
+def test_a_passphrase_comes_from_the_environment(tmp_path: Path, folder: Path) -> None:
+    keys = make_keys(tmp_path / "keys", passphrase="open sesame")
+    command = ("seal", "tiny-v1", "--key", str(keys.private))
+    variable = "CHANGEOVER_KEY_PASSPHRASE"
+    assert run(tmp_path, *command, env=environment(**{variable: "open sesame"})).code == 0
+    wrong = run(tmp_path, *command, env=environment(**{variable: "close sesame"}))
+    assert (wrong.code, wrong.stderr) == (
+        2,
+        f"error: {keys.private}: cannot be decrypted with this passphrase\n",
+    )
+    none = run(tmp_path, *command)
+    assert none.code == 2
+    assert f"is encrypted; set {variable}, or use a terminal" in none.stderr
+
+
+def test_a_passphrase_is_asked_for_and_not_shown(tmp_path: Path, folder: Path) -> None:
+    keys = make_keys(tmp_path / "keys", passphrase="open sesame")
+    terminal = OnTerminal.spawn(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
+    terminal.read_until("passphrase of ")
+    os.write(terminal.master, b"open sesame\n")
+    ran = terminal.finish()
+    assert ran.code == 0
+    assert "sealed and signed: tiny-v1" in ran.screen
+    assert "sesame" not in ran.screen

@@ -72,6 +72,30 @@ def test_each_bar_is_measured_by_its_own_bytes_and_full_when_its_stage_is_over()
     assert read.percentage < 100
 
 
+def test_what_only_a_signature_covers_has_a_bar_and_lines_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hashing = reports.operation(stage="hashing", bytes_read=MIB, bytes_total=4 * MIB, load_s=0.0)
+    LineView(Terminal(), lambda: 0.0).report(hashing)
+    assert "0.0 s  hashing     1.0 MiB of 4.0 MiB (25 %)\n" in capsys.readouterr().out
+    view = LiveView(Terminal())
+    view.report(hashing)
+    hashed, prepared = view._progress.tasks
+    assert (hashed.description, hashed.percentage, prepared.percentage) == ("hashed", 25, 0)
+    view.report(reports.operation(bytes_read=16 * MIB))
+    _, _, read, _ = view._progress.tasks
+    assert (hashed.percentage, read.description, read.percentage) == (100, "read", 25)
+
+
+def test_a_plan_says_what_vouches_for_the_folder() -> None:
+    def trust(**fields: bool) -> str:
+        return list(plan_lines(reports.plan(**fields)))[1].text.rpartition("(")[2]
+
+    assert trust(sealed=False) == "not sealed)"
+    assert trust(signed=True, sealed=False) == "signed)"
+    assert trust(signed=True) == "signed, sealed)"
+
+
 def test_verified_bytes_are_measured_by_the_plan_or_not_at_all(capsys: pytest.CaptureFixture[str]) -> None:
     verifying = reports.operation(stage="verifying", bytes_verified=128 * MIB, verify_s=0.25)
     view = LineView(Terminal(), lambda: 0.0)
@@ -88,8 +112,12 @@ def test_a_version_is_called_as_its_folder() -> None:
 
 
 def test_a_plan_that_gives_up_the_way_back_says_so() -> None:
-    lines = [line.text for line in plan_lines(reports.plan(free_bytes=MIB, sweep_first=True))]
-    assert any("allocate 64.0 MiB of 1.0 MiB free, peak of all weights 66.0 MiB" in line for line in lines)
+    devices = (reports.on_device("GPU-1"), reports.on_device("GPU-2", free_bytes=MIB))
+    lines = [line.text for line in plan_lines(reports.plan(devices=devices, sweep_first=True))]
+    assert [line for line in lines if "memory of" in line] == [
+        "  memory of GPU-1: allocate 64.0 MiB of 6.0 GiB free, peak of all weights 66.0 MiB",
+        "  memory of GPU-2: allocate 64.0 MiB of 1.0 MiB free, peak of all weights 66.0 MiB",
+    ]
     assert any("cannot be rolled back to" in line for line in lines)
 
 

@@ -77,7 +77,7 @@ def make_checkpoint(
         pad_token_id=0,
         dtype=dtype,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).to(dtype)
     model.save_pretrained(folder)

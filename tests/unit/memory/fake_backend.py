@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ class FakeMemory:
     sealed: dict[SlabId, bytearray] = field(default_factory=dict)
     entries: dict[SlabId, SlabEntry] = field(default_factory=dict)
     owners: Counter[SlabId] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # loads use it from many threads
     _ids: count[int] = field(default_factory=count)
 
     @property
@@ -64,23 +66,28 @@ class FakeMemory:
     def take(self, device: DeviceId, nbytes: int) -> SlabEntry:
         free = self.free_bytes(device)
         if nbytes > free:
-            raise OutOfMemory(what=f"a fake slab on {device}", needed_bytes=nbytes, free_bytes=free)
-        self.used[device] += nbytes
+            raise OutOfMemory(
+                what=f"a fake slab on {device}", needed_bytes=nbytes, free_bytes=free, device=device
+            )
         entry = SlabEntry(SlabId(f"fake-{next(self._ids)}"), device, nbytes)
+        with self.lock:
+            self.used[device] += nbytes
         self.owners[entry.slab_id] = 1
         self.entries[entry.slab_id] = entry
         return entry
 
     def share(self, slab_id: SlabId) -> None:
-        self.owners[slab_id] += 1
+        with self.lock:
+            self.owners[slab_id] += 1
 
     def give_back(self, slab_id: SlabId) -> None:
-        self.owners[slab_id] -= 1
-        if self.owners[slab_id] == 0:
-            del self.owners[slab_id]
-            self.sealed.pop(slab_id, None)
-            entry = self.entries.pop(slab_id)
-            self.used[entry.device] -= entry.nbytes
+        with self.lock:
+            self.owners[slab_id] -= 1
+            if self.owners[slab_id] == 0:
+                del self.owners[slab_id]
+                self.sealed.pop(slab_id, None)
+                entry = self.entries.pop(slab_id)
+                self.used[entry.device] -= entry.nbytes
 
 
 class FakeSlab:
@@ -209,6 +216,8 @@ class FakeWritableSlab:
             end = file_offset + len(data)
             raise ReadFailed("pread", 0, f"the file ends at byte {end}", end)
         self._data[offset_bytes : offset_bytes + nbytes] = data
+        with self._backend.memory.lock:
+            self._backend.read_bytes += nbytes
         return zlib.crc32(data)
 
     def read_pieces(self, fd: int, file_offset: int, pieces: Sequence[tuple[int, int]]) -> list[int]:
@@ -218,8 +227,12 @@ class FakeWritableSlab:
             file_offset += nbytes
         return crcs
 
-    def copy_from(self, data: bytearray) -> None:
+    def copy_from(self, slab: Slab) -> None:
         self._check_open("copied into")
+        self._backend.count("replicate")
+        data = self._backend.sealed_bytes(slab)
+        if len(data) != len(self._data):
+            raise InvariantError(f"{len(data)} bytes are copied into {len(self._data)}")
         self._data[:] = data
 
     def seal(self) -> FakeSlab:
@@ -264,6 +277,7 @@ class FakeBackend:
         self.calls: Counter[Operation] = Counter()
         self.before_read: Callable[[SlabId], None] | None = None
         self.batch_bytes = 0
+        self.read_bytes = 0  # from files
         self._failures: dict[tuple[Operation, int], ChangeoverError] = {}
 
     @property
@@ -280,8 +294,9 @@ class FakeBackend:
 
     def count(self, operation: Operation) -> None:
         """Note a call, and raise where it was told to fail."""
-        self.calls[operation] += 1
-        error = self._failures.pop((operation, self.calls[operation]), None)
+        with self.memory.lock:
+            self.calls[operation] += 1
+            error = self._failures.pop((operation, self.calls[operation]), None)
         if error is not None:
             raise error
 
@@ -310,8 +325,7 @@ class FakeBackend:
 
     def replicate(self, slab: Slab, device: DeviceId) -> FakeSlab:
         with self.create_slab(device, slab.entry.nbytes) as replica:
-            self.count("replicate")
-            replica.copy_from(self._bytes_of(slab))
+            replica.copy_from(slab)
             return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> FakeSlab:
@@ -330,7 +344,7 @@ class FakeBackend:
         self.memory.share(slab_id)
         return FakeSlab(self, entry)
 
-    def _bytes_of(self, slab: Slab) -> bytearray:
+    def sealed_bytes(self, slab: Slab) -> bytearray:
         slab.borrow_fd()  # raises where it is closed
         return self.memory.sealed[slab.entry.slab_id]
 

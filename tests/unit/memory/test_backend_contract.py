@@ -464,3 +464,19 @@ def test_a_tensor_outlives_its_slab(pair: Pair) -> None:
     slab.close()
     del slab, tensor
     assert bytes(part.tolist()) == DATA[612:712]
+
+
+def test_a_slab_is_filled_from_one_of_the_same_size_alone(pair: Pair) -> None:
+    free = pair.writer.free_bytes(pair.device)
+    with pair.sealed() as slab:
+        for device in pair.writer.devices():
+            with pair.writer.create_slab(device, SLAB_BYTES) as target:
+                target.copy_from(slab)
+                with target.seal() as copy:
+                    assert copy.crc32(0, SLAB_BYTES) == zlib.crc32(DATA)
+            with (
+                pair.writer.create_slab(device, SLAB_BYTES // 2) as smaller,
+                pytest.raises(InvariantError),
+            ):
+                smaller.copy_from(slab)
+    assert pair.writer.free_bytes(pair.device) == free

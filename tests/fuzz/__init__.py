@@ -1,0 +1,1 @@
+"""Seeded fuzzing of everything that parses a checkpoint folder's files; `python -m tests.fuzz --help`."""
