@@ -127,6 +127,12 @@ class MemoryBackend(Protocol):
         ...
 
     @property
+    def slab_bytes(self) -> int:
+        """A good size for slabs: large enough that a reader maps few, small enough that the first is verified
+        while others are read."""
+        ...
+
+    @property
     def slabs_at_once(self) -> int:
         """How many slabs are best filled side by side: more than one where threads that read into one slab
         wait for each other."""

@@ -23,6 +23,9 @@ from shared.memory.native_slab import FillableSlab, ReadableSlab
 from shared.memory.ranges import check_same_size
 from shared.memory.usage import DeviceUsage
 
+SLAB_BYTES = 256 << 20
+"""To map one costs next to nothing here."""
+
 BATCH_BYTES = 32 << 20
 """Hashed in one call: some milliseconds, so that threads end together, and enough leaves for every lane."""
 
@@ -133,6 +136,10 @@ class HostBackend:
     @property
     def name(self) -> str:
         return "host"
+
+    @property
+    def slab_bytes(self) -> int:
+        return SLAB_BYTES
 
     @property
     def slabs_at_once(self) -> int:

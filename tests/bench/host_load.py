@@ -55,7 +55,7 @@ class Series:
         return statistics.median(self.seconds)
 
 
-def load_once(folder: Path, device: str, *, verified: bool) -> Callable[[], None]:
+def load(folder: Path, device: str, *, verified: bool) -> Callable[[], None]:
     """One load by changeover into new slabs; call what it returns to free them."""
     return load_changeover.load(folder, device, {"verify": "digest" if verified else "none"}).close
 
@@ -86,8 +86,8 @@ def main() -> None:
     }
     ways: tuple[Callable[[Path], Callable[[], None]], ...] = (
         reference,
-        lambda folder: load_once(folder, "host", verified=True),
-        lambda folder: load_once(folder, "host", verified=False),
+        lambda folder: load(folder, "host", verified=True),
+        lambda folder: load(folder, "host", verified=False),
     )
     with tempfile.TemporaryDirectory(dir=options.folder) as parent:
         folder = Path(parent) / "model"

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch  # noqa: F401 - opened once here, so that no test is blamed for what importing it opens
 
-from tests.support.cold_files import warm_up_cold_reads
 from tests.support.gpu import warm_up_gpu
 
 from .resources import open_fds, slab_mappings
 
 warm_up_gpu()  # for the same reason
-warm_up_cold_reads()
 
 
 @pytest.fixture(autouse=True)

@@ -285,6 +285,10 @@ class FakeBackend:
         return "host"
 
     @property
+    def slab_bytes(self) -> int:
+        return 1 << 20
+
+    @property
     def slabs_at_once(self) -> int:
         return 1
 
