@@ -61,8 +61,8 @@ def test_nobody_can_write_after_seal(backend: CudaBackend, gpu: DeviceId) -> Non
 
 
 def test_cold_files_are_read_past_the_page_cache(gpu: DeviceId, tmp_path: Path) -> None:
-    """Direct reads into pinned slots, whose pages are the driver's; where the disk or the driver does not have
-    it, the bytes must be right all the same."""
+    """Direct reads into pinned slots, whose pages are the driver's; where they are refused, the bytes must be
+    right all the same."""
     data = make_data((9 << 20) + 12345)
     path = tmp_path / "weights"
     path.write_bytes(data)
