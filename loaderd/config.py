@@ -60,7 +60,7 @@ class LoaderdConfig(ConfigModel):
     legacy_ipc: bool = False  # cuda: blocks of legacy CUDA IPC in place of fds, which inferds could write to
     memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None  # of weights on each device
     pool_bytes: Annotated[int, Field(ge=PIECE_BYTES)] | None = None  # cuda: on each device, kept for weights
-    slab_bytes: Annotated[int, Field(ge=2 << 20)] = 1 << 30
+    slab_bytes: Annotated[int, Field(ge=2 << 20)] | None = None  # None: what suits the backend
     admin_group: str | None = None  # may push and roll back, beside root and the daemon's user
     inferd_group: str | None = None  # may attach and take weights, and nothing else
     adopt_grace_s: Timeout = 5.0  # after a restart, wait this long for inferds before loading again

@@ -103,7 +103,7 @@ class Loaderd:
             config.model_roots,
             self._backend,
             versions,
-            PlacementRules(slab_bytes=config.slab_bytes),
+            PlacementRules(slab_bytes=config.slab_bytes or self._backend.slab_bytes),
             config.memory_limit_bytes,
             self.gpus,
         )

@@ -8,12 +8,14 @@ from contextlib import ExitStack
 
 from loaderd.crew import Crew
 from loaderd.load_request import LoadProgress, LoadRequest
-from loaderd.placement import ReadExtent
-from loaderd.read_schedule import FilledSlab, ReadSchedule
+from loaderd.read_schedule import FilledSlab, ReadRun, ReadSchedule
 from shared._native import crc32_combine
-from shared.errors import CheckpointError, DriverError
+from shared.errors import CheckpointError, ReadFailed
 from shared.gate import Pacer
 from shared.memory.backend import MemoryBackend, Slab, WritableSlab
+
+RUN_BYTES = 8 << 20
+"""Most bytes of one read; a few such reads per thread are under way."""
 
 OnSealed = Callable[[FilledSlab, Slab], None]
 """Called once per slab, by the thread that sealed it; the slab is readable and stays open."""
@@ -40,7 +42,9 @@ class Filling:
         self._pace = pace
         self._on_sealed = on_sealed
         self._undo = undo
-        self._schedule = ReadSchedule(request.placement, crc32_combine)
+        self._schedule = ReadSchedule(
+            request.placement, crc32_combine, run_bytes=RUN_BYTES, slabs_at_once=backend.slabs_at_once
+        )
         self._lock = threading.Lock()  # of the schedule and of undo
         self._sealed: dict[int, Slab] = {}
         self._writable: list[WritableSlab] = []
@@ -59,28 +63,27 @@ class Filling:
         read, Superseded where the crew is to end."""
         while True:
             with self._lock:
-                extent = self._schedule.take()
-            if extent is None:
+                taken = self._schedule.take()
+            if taken is None:
                 return
-            self._pace.admit(extent.nbytes)
+            number, run = taken
+            self._pace.admit(run.nbytes)
             crew.check_going()
-            crc = self._read_extent(extent)
-            self._progress.add_read(extent.nbytes)
+            crcs = self._read_run(run)
+            self._progress.add_read(run.nbytes)
             with self._lock:
-                filled = self._schedule.finish(extent, crc)
+                filled = self._schedule.finish(number, run, crcs)
             if filled is not None:
                 self._seal(filled)
 
-    def _read_extent(self, extent: ReadExtent) -> int:
+    def _read_run(self, run: ReadRun) -> list[int]:
+        fd = self._checkpoint.borrow_fd(run.file)
         try:
-            return self._writable[extent.slab].read_file(
-                self._checkpoint.borrow_fd(extent.file), extent.file_offset, extent.slab_offset, extent.nbytes
-            )
-        except DriverError as error:
+            return self._writable[run.slab].read_pieces(fd, run.file_offset, run.pieces)
+        except ReadFailed as error:
+            extent = run.extent_at(error.byte)
             reason = error.message if error.number else f"ends early: {error.message}"
-            raise CheckpointError(
-                reason, file=extent.file, tensor=extent.tensor, byte=extent.file_offset
-            ) from error
+            raise CheckpointError(reason, file=run.file, tensor=extent.tensor, byte=error.byte) from error
 
     def _seal(self, filled: FilledSlab) -> None:
         slab = self._writable[filled.index].seal()

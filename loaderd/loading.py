@@ -25,7 +25,7 @@ from shared.errors import DigestMismatch
 from shared.gate import Gate, Pacer
 from shared.ids import DeviceId, VersionTag
 from shared.memory.backend import MemoryBackend, Slab
-from shared.resident import Place, ResidentVersion, content_digest
+from shared.resident import Part, ResidentVersion, content_digest
 
 READERS = min(16, os.cpu_count() or 1)
 """Threads that read, without the GIL.  Reading into a GPU gains up to 16 of them (docs/benchmarks)."""
@@ -38,11 +38,11 @@ other."""
 
 @dataclass(frozen=True, slots=True)
 class _Hash:
-    """Check some places of a slab, on whichever device it is."""
+    """Check some bytes of a slab, on whichever device it is."""
 
     filled: FilledSlab
     slab: Slab
-    batch: list[Place]
+    batch: list[Part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +172,12 @@ class _Load:
         if self._first_sealed is None:
             self._first_sealed = time.perf_counter()
         self._queue_copies(filled, slab)
-        for batch in self._verification.batches(filled.index, self._most_bytes(slab)):
+        for batch in self._verification.batches(filled.index, slab, self._pace.grain_bytes):
             self._work.put(_Hash(filled, slab, batch))
 
     def _queue_copies(self, filled: FilledSlab, source: Slab) -> None:
         for device in self._replicas.devices(filled.index):
             self._work.put(_Copy(filled, source, device))
-
-    def _most_bytes(self, slab: Slab) -> int:
-        """What may be hashed in one go of a slab, at the pace of now."""
-        return self._pace.grain_bytes(slab.batch_bytes)
 
     def _hash(self, crew: Crew) -> None:
         while (work := self._work.get()) is not None:
@@ -191,11 +187,11 @@ class _Load:
                 case _Copy(filled, source, device):
                     self._admit(crew, source.entry.nbytes)
                     slab = self._replicas.make(filled.index, device, source)
-                    for batch in self._verification.batches(filled.index, self._most_bytes(slab)):
+                    for batch in self._verification.batches(filled.index, slab, self._pace.grain_bytes):
                         self._check(crew, _Hash(filled, slab, batch))
 
     def _check(self, crew: Crew, work: _Hash) -> None:
-        nbytes = sum(place[2] for place in work.batch)
+        nbytes = sum(part.nbytes for part in work.batch)
         self._admit(crew, nbytes)
         self._verification.check(work.filled, work.slab, work.batch, self._pace.spread_s(nbytes))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from loaderd.placement import Placement, ReadExtent
 from shared.errors import InvariantError
@@ -20,40 +21,125 @@ class FilledSlab:
     crcs: Mapping[str, int]  # CRC32 of each of its tensors, as it was read
 
 
+@dataclass(frozen=True, slots=True)
+class ReadRun:
+    """Extents that follow each other in a file and go into one slab: one read."""
+
+    extents: tuple[ReadExtent, ...]
+
+    @property
+    def file(self) -> str:
+        """The file it is read from."""
+        return self.extents[0].file
+
+    @property
+    def file_offset(self) -> int:
+        """Where in the file it begins."""
+        return self.extents[0].file_offset
+
+    @property
+    def slab(self) -> int:
+        """The slab it is read into."""
+        return self.extents[0].slab
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all extents."""
+        return sum(extent.nbytes for extent in self.extents)
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Offset in the slab and bytes of each extent."""
+        return [(extent.slab_offset, extent.nbytes) for extent in self.extents]
+
+    def extent_at(self, file_offset: int) -> ReadExtent:
+        """The extent that a byte of the file belongs to; the first where it is none of this run."""
+        for extent in self.extents:
+            if extent.file_offset <= file_offset < extent.file_offset + extent.nbytes:
+                return extent
+        return self.extents[0]
+
+
+def read_runs(extents: Iterable[ReadExtent], run_bytes: int) -> list[ReadRun]:
+    """Neighbours in a file and in a slab together, up to `run_bytes`: a thousand small tensors are a few
+    reads.  Extents come by slab, file and offset."""
+    runs: list[list[ReadExtent]] = []
+    nbytes = 0
+    for extent in extents:
+        before = runs[-1][-1] if runs else None
+        is_next = before is not None and (before.slab, before.file, before.file_offset + before.nbytes) == (
+            extent.slab,
+            extent.file,
+            extent.file_offset,
+        )
+        if is_next and nbytes + extent.nbytes <= run_bytes:
+            runs[-1].append(extent)
+            nbytes += extent.nbytes
+        else:
+            runs.append([extent])
+            nbytes = extent.nbytes
+    return [ReadRun(tuple(run)) for run in runs]
+
+
+@dataclass(slots=True)
+class _SlabReads:
+    """The reads of one slab."""
+
+    index: int
+    runs: list[ReadRun]
+    taken: int = 0
+    finished: int = 0
+    crcs: dict[int, list[int]] = field(default_factory=dict)  # by run
+
+
 class ReadSchedule:
     """Hands out every extent of a placement once, slab by slab, so that the first slabs are complete while
     the last are still read.  Not thread-safe: its owner lets in one caller at a time."""
 
-    def __init__(self, placement: Placement, combine: CombineCrc) -> None:
-        """Raises InvariantError where nothing is read into one of the slabs."""
-        self._extents: list[list[ReadExtent]] = [[] for _ in placement.slabs]
+    def __init__(
+        self, placement: Placement, combine: CombineCrc, *, run_bytes: int, slabs_at_once: int = 1
+    ) -> None:
+        """Readers spread over `slabs_at_once` slabs.  Raises InvariantError where nothing is read into one of
+        the slabs."""
+        extents: list[list[ReadExtent]] = [[] for _ in placement.slabs]
         for extent in placement.reads:
-            self._extents[extent.slab].append(extent)
-        empty = [index for index, extents in enumerate(self._extents) if not extents]
+            extents[extent.slab].append(extent)
+        self._slabs = [_SlabReads(index, read_runs(each, run_bytes)) for index, each in enumerate(extents)]
+        empty = [slab.index for slab in self._slabs if not slab.runs]
         if empty:
             raise InvariantError(f"nothing is read into slab {empty[0]}")
         self._combine = combine
-        self._crcs: list[dict[ReadExtent, int]] = [{} for _ in placement.slabs]
-        self._next = (extent for extents in self._extents for extent in extents)
+        self._slabs_at_once = slabs_at_once
+        self._begun: list[_SlabReads] = []  # those that have runs to hand out
+        self._untouched = deque(self._slabs)
 
-    def take(self) -> ReadExtent | None:
-        """The extent to read next; None when all were handed out."""
-        return next(self._next, None)
+    def take(self) -> tuple[int, ReadRun] | None:
+        """The run to read next, with its number in its slab; None when all were handed out."""
+        while len(self._begun) < self._slabs_at_once and self._untouched:
+            self._begun.append(self._untouched.popleft())
+        if not self._begun:
+            return None
+        slab = min(self._begun, key=lambda each: (each.taken - each.finished, each.index))
+        number, run = slab.taken, slab.runs[slab.taken]
+        slab.taken += 1
+        if slab.taken == len(slab.runs):
+            self._begun.remove(slab)
+        return number, run
 
-    def finish(self, extent: ReadExtent, crc: int) -> FilledSlab | None:
-        """Note that `extent` was read, with this CRC32; its slab if that was the last of it."""
-        crcs, extents = self._crcs[extent.slab], self._extents[extent.slab]
-        if extent in crcs:
-            raise InvariantError(f"{extent} was read twice")
-        crcs[extent] = crc
-        if len(crcs) < len(extents):
+    def finish(self, number: int, run: ReadRun, crcs: Sequence[int]) -> FilledSlab | None:
+        """Note that a run was read, with the CRC32 of each of its extents; its slab if that was the last of
+        it."""
+        slab = self._slabs[run.slab]
+        if number in slab.crcs:
+            raise InvariantError(f"run {number} of slab {run.slab} was read twice")
+        slab.crcs[number] = list(crcs)
+        slab.finished += 1
+        if slab.finished < len(slab.runs):
             return None
         # Whatever the order in which they were read, those of one tensor are listed in file order.
         combined: dict[str, int] = {}
-        for each in extents:
-            before = combined.get(each.tensor)
-            now = crcs[each]
-            combined[each.tensor] = now if before is None else self._combine(before, now, each.nbytes)
-        crcs.clear()
-        extents.clear()
-        return FilledSlab(extent.slab, combined)
+        for each, each_run in enumerate(slab.runs):
+            for extent, crc in zip(each_run.extents, slab.crcs[each], strict=True):
+                before = combined.get(extent.tensor)
+                combined[extent.tensor] = crc if before is None else self._combine(before, crc, extent.nbytes)
+        return FilledSlab(run.slab, combined)

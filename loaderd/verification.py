@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from loaderd.checkpoint.header import TensorSource
 from loaderd.load_request import LoadProgress, LoadRequest
@@ -13,10 +13,10 @@ from loaderd.read_schedule import FilledSlab
 from loaderd.seal.check import check_tensor
 from shared.digest import tensor_digest
 from shared.errors import DigestMismatch
-from shared.ids import Digest
+from shared.ids import DeviceId, Digest
 from shared.layout import Layout, SlabEntry, TensorEntry
 from shared.memory.backend import Slab
-from shared.resident import Place, hash_batches, resident_leaves
+from shared.resident import Part, Place, PlaceDigests, hash_batches, resident_digests
 
 
 class Verification:
@@ -28,6 +28,7 @@ class Verification:
         seal promises, by digest."""
         self._request = request
         self._progress = progress
+        self._digests: dict[DeviceId, PlaceDigests] = defaultdict(PlaceDigests)
         self._known: dict[Place, tuple[int, Digest]] = {}
         self._lock = threading.Lock()  # of what is known
         self._places: dict[int, list[Place]] = defaultdict(list)  # by slab
@@ -46,23 +47,30 @@ class Verification:
                 self._known[place] = (shared[name], request.seal.tensors[name].digest)
         progress.add_verified(sum(place[2] for place in self._known))
 
-    def batches(self, index: int, most_bytes: int) -> list[list[Place]]:
-        """What is to be checked of a slab or of a replica, in pieces for one call of `check` each: of
-        `most_bytes`, or of one place."""
-        return hash_batches(self._places[index], most_bytes)
+    def batches(self, index: int, slab: Slab, grain: Callable[[int], int]) -> list[list[Part]]:
+        """What is to be checked of a slab or of a replica, in pieces for one call of `check` each; `grain`
+        as in `hash_batches`."""
+        return hash_batches(self._places[index], {index: slab}, grain)
 
-    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Place], spread_s: float = 0.0) -> None:
-        """Hash the places of a batch where they lie.  Raises DigestMismatch unless they are what was read,
+    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Part], spread_s: float) -> None:
+        """Hash the parts of a batch where they lie.  Raises DigestMismatch unless they are what was read,
         what the seal says and what the other copies have.  Blocking, without the GIL."""
-        for place, leaves in zip(batch, resident_leaves(batch, {filled.index: slab}, spread_s), strict=True):
-            found = self._check_place(slab, place, leaves, filled.crcs)
-            with self._lock:
-                is_first = place not in self._known
-                known = self._known.setdefault(place, found)
-            if known != found:
-                raise self._mismatch(place, f"is not on {slab.entry.device} what it is elsewhere")
-            if is_first:
-                self._progress.add_verified(place[2])
+        with self._lock:
+            digests = self._digests[slab.entry.device]
+        for part, one in zip(batch, resident_digests(batch, {filled.index: slab}, spread_s), strict=True):
+            whole = digests.add(part, *one)
+            if whole is not None:
+                self._found(part.place, slab, self._check_place(slab, part.place, *whole, filled.crcs))
+
+    def _found(self, place: Place, slab: Slab, found: tuple[int, Digest]) -> None:
+        """Note what a place holds on one device."""
+        with self._lock:
+            is_first = place not in self._known
+            known = self._known.setdefault(place, found)
+        if known != found:
+            raise self._mismatch(place, f"is not on {slab.entry.device} what it is elsewhere")
+        if is_first:
+            self._progress.add_verified(place[2])
 
     def layout(self, slabs: Sequence[Slab]) -> Layout:
         """The layout table of one copy, once every batch was checked; slabs in the placement's order."""
@@ -77,11 +85,9 @@ class Verification:
         return Layout(entries, tuple(sorted(tensors, key=lambda entry: entry.name)))
 
     def _check_place(
-        self, slab: Slab, place: Place, leaves: bytes, crcs: Mapping[str, int]
+        self, slab: Slab, place: Place, crc: int, leaves: bytes, crcs: Mapping[str, int]
     ) -> tuple[int, Digest]:
         sources = self._tensors[place]
-        _, offset_bytes, nbytes = place
-        crc = slab.crc32(offset_bytes, nbytes)
         # Of several tensors with one content, the plan had one read; of a shared one, none.
         read = next((crcs[source.name] for source in sources if source.name in crcs), crc)
         if crc != read:

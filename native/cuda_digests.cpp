@@ -77,56 +77,32 @@ struct CudaDigests::Lane {
   PinnedBuffer results;  // kernels write here through the bus: far less than they read
   PinnedBuffer ranges;
 
-  void launch(cuda::Function function, std::uint64_t blocks, unsigned threads, void** arguments) {
+  void begin(cuda::Function function, std::uint64_t blocks, unsigned threads, void** arguments) {
     const CudaDriver& driver = CudaDriver::get();
     driver.launch(function, static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, 0, stream.borrow(), arguments,
                   nullptr);
     done.record(stream.borrow());
-    done.synchronize();
   }
-};
-
-// A lane for the length of a call.
-class CudaDigests::Lease {
- public:
-  explicit Lease(CudaDigests& digests) : digests_(digests), lane_(take(digests)) {}
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
-  ~Lease() {
-    const std::lock_guard lock(digests_.mutex_);
-    digests_.idle_.push_back(&lane_);  // never grows: there is room for every lane
-  }
-  Lane& lane() const noexcept { return lane_; }
-
- private:
-  static Lane& take(CudaDigests& digests) {
-    const std::lock_guard lock(digests.mutex_);
-    if (!digests.idle_.empty()) {
-      Lane& lane = *digests.idle_.back();
-      digests.idle_.pop_back();
-      return lane;
-    }
-    digests.idle_.reserve(digests.lanes_.size() + 1);
-    digests.lanes_.push_back(std::make_unique<Lane>(digests.device_.least_priority()));
-    return *digests.lanes_.back();
-  }
-
-  CudaDigests& digests_;
-  Lane& lane_;
+  void wait() const { done.synchronize(); }
 };
 
 CudaDigests::CudaDigests(CudaDevice& device, const std::vector<std::string>& nvrtc_libraries)
     : device_(device),
       crc32_(load(device, nvrtc_libraries, kernels::kCrc32, "crc32_blocks")),
-      sha256_(load(device, nvrtc_libraries, kernels::kSha256, "sha256_leaves")) {}
+      sha256_(load(device, nvrtc_libraries, kernels::kSha256, "sha256_leaves")),
+      lanes_(std::make_unique<LanePool<Lane>>()) {}
 
 CudaDigests::~CudaDigests() = default;
+
+std::unique_ptr<CudaDigests::Lane> CudaDigests::make_lane() const {
+  return std::make_unique<Lane>(device_.least_priority());
+}
 
 std::uint32_t CudaDigests::crc32(cuda::DevicePointer data, std::uint64_t nbytes) {
   if (nbytes == 0) return 0;
   const ContextScope scope(device_);
-  const Lease lease(*this);
-  Lane& lane = lease.lane();
+  const Lease lease(*lanes_, [this] { return make_lane(); });
+  Lane& lane = *lease;
   static constexpr Shifts kShifts = make_shifts();
   // Linear remainders, from state 0 and not inverted: leading zeros do not count, so the first block
   // may be imagined to start before the data.
@@ -138,7 +114,8 @@ std::uint32_t CudaDigests::crc32(cuda::DevicePointer data, std::uint64_t nbytes)
     Shifts shifts = kShifts;
     auto* results = reinterpret_cast<std::uint32_t*>(lane.results.bytes().data());
     void* arguments[] = {&data, &padding, &shifts, &results};
-    lane.launch(crc32_, blocks, kCrcThreads, arguments);
+    lane.begin(crc32_, blocks, kCrcThreads, arguments);
+    lane.wait();
     std::uint32_t part_remainder = 0;
     for (std::uint64_t block = 0; block < blocks; ++block) {
       part_remainder = crc32_combine(part_remainder, results[block], kCrcBlockBytes);
@@ -151,18 +128,20 @@ std::uint32_t CudaDigests::crc32(cuda::DevicePointer data, std::uint64_t nbytes)
   return ~crc32_combine(0xFFFFFFFF, remainder, nbytes);
 }
 
-void CudaDigests::sha256_leaves(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
-                                std::span<std::byte> digests, std::chrono::nanoseconds spread) {
+void CudaDigests::digest(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
+                         std::span<std::byte> leaves_out, std::span<std::uint32_t> crcs,
+                         std::chrono::nanoseconds spread) {
   if (leaf_bytes == 0) throw Misuse("a leaf has at least one byte");
   const ContextScope scope(device_);
-  const Lease lease(*this);
-  Lane& lane = lease.lane();
+  const Lease lease(*lanes_, [this] { return make_lane(); });
+  Lane& lane = *lease;
   auto* const table = reinterpret_cast<LeafRange*>(lane.ranges.bytes().data());
   const auto started = std::chrono::steady_clock::now();
   double total_bytes = 0;
   double launched_bytes = 0;
   for (const DeviceRange& each : ranges) total_bytes += static_cast<double>(each.nbytes);
   std::size_t range = 0;
+  std::size_t checked = 0;
   std::uint64_t done_bytes = 0;  // of the range: it may be cut at a leaf where a launch is full
   while (range < ranges.size()) {
     std::uint32_t count = 0;
@@ -187,22 +166,30 @@ void CudaDigests::sha256_leaves(std::span<const DeviceRange> ranges, std::uint64
     if (leaves == 0) continue;  // empty ranges alone
     std::byte* results = lane.results.bytes().data();
     const LeafRange* first = table;
+    const std::size_t launched = std::min(crcs.size(), range);  // ranges whose checksums are due
+    const std::size_t before = checked;
     const std::uint64_t blocks = longest / 64 + 2;  // at most, with the padding
     const std::uint64_t slice = spread.count() > 0 ? kSliceBlocks : blocks;
     for (std::uint64_t begin = 0; begin < blocks; begin += slice) {
       std::uint64_t end = begin + slice;
       void* arguments[] = {&first, &count, &leaf_bytes, &leaves, &begin, &end, &results};
-      lane.launch(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
-      if (spread.count() == 0) continue;
+      lane.begin(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
       const double part = std::min(1.0, static_cast<double>(end) / static_cast<double>(blocks));
+      // A leaf takes its thread some milliseconds however few there are; checksums fit in beside them.
+      const std::size_t due =
+          launched > before ? before + static_cast<std::size_t>(part * static_cast<double>(launched - before)) : 0;
+      for (; checked < due; ++checked) crcs[checked] = crc32(ranges[checked].data, ranges[checked].nbytes);
+      lane.wait();
+      if (spread.count() == 0) continue;
       const double share = (launched_bytes + bytes * part) / total_bytes;
       std::this_thread::sleep_until(started + std::chrono::duration_cast<std::chrono::nanoseconds>(spread * share));
     }
     launched_bytes += bytes;
     const std::uint64_t size = leaves * kSha256Bytes;
-    std::memcpy(digests.data(), results, size);
-    digests = digests.subspan(size);
+    std::memcpy(leaves_out.data(), results, size);
+    leaves_out = leaves_out.subspan(size);
   }
+  for (; checked < crcs.size(); ++checked) crcs[checked] = crc32(ranges[checked].data, ranges[checked].nbytes);
 }
 
 }  // namespace changeover

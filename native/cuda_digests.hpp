@@ -4,17 +4,17 @@
 // and a pinned buffer to itself, so that calls of several threads overlap and serving goes first.
 #pragma once
 
-#include <cstddef>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "cuda_api.hpp"
 #include "cuda_device.hpp"
+#include "lane_pool.hpp"
 
 namespace changeover {
 
@@ -33,22 +33,23 @@ class CudaDigests {
 
   // IEEE CRC32 of `nbytes` at `data`, as crc32.hpp.  Blocking.
   std::uint32_t crc32(cuda::DevicePointer data, std::uint64_t nbytes);
-  // The leaves of all ranges, one after the other, as sha256.hpp.  Blocking.  Fast only with tens of
-  // thousands of leaves at once, whatever their ranges.  With `spread` it takes about that long: in launches
-  // of some tenths of a millisecond with pauses, for the sake of whoever else computes on the device.
-  void sha256_leaves(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> digests,
-                     std::chrono::nanoseconds spread = {});
+  // The SHA-256 leaves of all ranges, one after the other, as sha256.hpp, and the CRC32 of each unless
+  // `crcs` is empty, computed while the leaves are.  Blocking.  Fast only with tens of thousands of leaves
+  // at once, whatever their ranges.  With `spread` it takes about that long: in launches of some tenths of a
+  // millisecond with pauses, for the sake of whoever else computes on the device.
+  void digest(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
+              std::span<std::uint32_t> crcs, std::chrono::nanoseconds spread = {});
 
  private:
   struct Lane;
-  class Lease;
+  using Lease = LanePool<Lane>::Lease;
+
+  std::unique_ptr<Lane> make_lane() const;
 
   CudaDevice& device_;
   cuda::Function crc32_ = nullptr;
   cuda::Function sha256_ = nullptr;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
-  std::vector<Lane*> idle_;
+  std::unique_ptr<LanePool<Lane>> lanes_;
 };
 
 }  // namespace changeover

@@ -50,38 +50,6 @@ DeviceView slab_view(const CudaSlab& slab, std::uint64_t offset, std::uint64_t n
   return view_of(std::move(region), ordinal, address, nbytes);
 }
 
-constexpr std::uint64_t kLongestSpreadNs = 60'000'000'000;
-
-nb::bytes sha256_ranges(const CudaSlab& slab, const std::vector<SlabRange>& ranges, std::uint64_t leaf_bytes,
-                        std::uint64_t spread_ns = 0) {
-  check_leaf_bytes(leaf_bytes);
-  const auto spread = std::chrono::nanoseconds(std::min(spread_ns, kLongestSpreadNs));
-  std::uint64_t leaves = 0;
-  for (const SlabRange& range : ranges) {
-    static_cast<void>(slab.share()->range(range.offset, range.nbytes));  // before anything is sized by it
-    leaves += leaf_count(range.nbytes, leaf_bytes);
-  }
-  nb::bytes digests = new_bytes(leaves * kSha256Bytes);
-  {
-    const ReleaseGil released;
-    slab.sha256_leaves(ranges, leaf_bytes, fill(digests), spread);
-  }
-  return digests;
-}
-
-nb::bytes slab_sha256_leaves(const CudaSlab& slab, std::uint64_t offset, std::uint64_t nbytes,
-                             std::uint64_t leaf_bytes) {
-  return sha256_ranges(slab, {{offset, nbytes}}, leaf_bytes);
-}
-
-nb::bytes slab_sha256_ranges(const CudaSlab& slab,
-                             const std::vector<std::tuple<std::uint64_t, std::uint64_t>>& ranges,
-                             std::uint64_t leaf_bytes, std::uint64_t spread_ns) {
-  std::vector<SlabRange> places;
-  for (const auto& [offset, nbytes] : ranges) places.push_back({offset, nbytes});
-  return sha256_ranges(slab, places, leaf_bytes, spread_ns);
-}
-
 // The region and its views; views keep the addresses, `close` ends the region for new use.
 class RemappedRegionOwner {
  public:
@@ -133,7 +101,7 @@ std::tuple<std::uint64_t, std::uint64_t> device_memory(const std::string& uuid) 
   return {memory.free_bytes, memory.total_bytes};
 }
 
-std::shared_ptr<CudaStaging> make_staging(const std::string& uuid, std::uint64_t slot_bytes, std::size_t slots) {
+std::shared_ptr<CudaStaging> make_staging(const std::string& uuid, std::uint64_t slot_bytes, unsigned slots) {
   return std::make_shared<CudaStaging>(CudaDevice::find(uuid), slot_bytes, slots);
 }
 
@@ -169,25 +137,13 @@ void bind_cuda(nb::module_& m) {
       .def("resize", &CudaReserve::resize, "pieces"_a, nb::call_guard<ReleaseGil>())
       .def_prop_ro("pieces", &CudaReserve::pieces);
 
-  nb::class_<CudaSlab>(m, "CudaSlab")
-      .def_prop_ro("nbytes", &CudaSlab::nbytes)
-      .def_prop_ro("is_open", &CudaSlab::is_open)
-      .def("borrow_fd", &CudaSlab::borrow_fd)
-      .def("crc32", &CudaSlab::crc32, "offset_bytes"_a, "nbytes"_a, nb::call_guard<ReleaseGil>())
-      .def("sha256_leaves", &slab_sha256_leaves, "offset_bytes"_a, "nbytes"_a, "leaf_bytes"_a)
-      .def("sha256_leaves_of", &slab_sha256_ranges, "ranges"_a, "leaf_bytes"_a,
-           "spread_ns"_a = 0)
-      .def("view", &slab_view, "offset_bytes"_a, "nbytes"_a)
-      .def("close", &CudaSlab::close, nb::call_guard<ReleaseGil>());
+  nb::class_<CudaSlab> slab(m, "CudaSlab");
+  bind_readable(slab);
+  slab.def("view", &slab_view, "offset_bytes"_a, "nbytes"_a);
 
-  nb::class_<WritableCudaSlab>(m, "WritableCudaSlab")
-      .def_prop_ro("nbytes", &WritableCudaSlab::nbytes)
-      .def_prop_ro("is_open", &WritableCudaSlab::is_open)
-      .def("read_file", &WritableCudaSlab::read_file, "borrow_fd"_a, "file_offset"_a, "offset_bytes"_a,
-           "nbytes"_a, nb::call_guard<ReleaseGil>())
-      .def("copy_from", &WritableCudaSlab::copy_from, "source"_a, nb::call_guard<ReleaseGil>())
-      .def("seal", &WritableCudaSlab::seal, nb::call_guard<ReleaseGil>())
-      .def("close", &WritableCudaSlab::close, nb::call_guard<ReleaseGil>());
+  nb::class_<WritableCudaSlab> writable_slab(m, "WritableCudaSlab");
+  bind_writable(writable_slab);
+  writable_slab.def("copy_from", &WritableCudaSlab::copy_from, "source"_a, nb::call_guard<ReleaseGil>());
 
   m.def("create_cuda_slab", &WritableCudaSlab::create, "budget"_a, "staging"_a, "slab_id"_a, "nbytes"_a,
         "is_legacy_ipc"_a, nb::call_guard<ReleaseGil>());

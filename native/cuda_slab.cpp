@@ -64,15 +64,19 @@ std::uint32_t CudaSlab::crc32(std::uint64_t offset, std::uint64_t nbytes) const 
   return region->device().digests().crc32(region->range(offset, nbytes), nbytes);
 }
 
-void CudaSlab::sha256_leaves(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes,
-                             std::span<std::byte> digests, std::chrono::nanoseconds spread) const {
+void CudaSlab::check_range(std::uint64_t offset, std::uint64_t nbytes) const {
+  static_cast<void>(share()->range(offset, nbytes));
+}
+
+void CudaSlab::digest(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
+                      std::span<std::uint32_t> crcs, std::chrono::nanoseconds spread) const {
   const auto region = share();
   std::vector<DeviceRange> places;
   places.reserve(ranges.size());
   for (const SlabRange& range : ranges) {
     places.push_back({region->range(range.offset, range.nbytes), range.nbytes});
   }
-  region->device().digests().sha256_leaves(places, leaf_bytes, digests, spread);
+  region->device().digests().digest(places, leaf_bytes, leaves, crcs, spread);
 }
 
 void CudaSlab::close() {
@@ -136,10 +140,10 @@ bool WritableCudaSlab::is_open() const {
   return region_ != nullptr;
 }
 
-std::uint32_t WritableCudaSlab::read_file(int borrow_fd, std::uint64_t file_offset, std::uint64_t offset,
-                                          std::uint64_t nbytes) {
+void WritableCudaSlab::read_file(int borrow_fd, std::uint64_t file_offset, std::span<Piece> pieces) {
   const Filling filling(*this);
-  return staging_->read_file(borrow_fd, file_offset, filling.region()->range(offset, nbytes), nbytes);
+  for (const Piece& piece : pieces) static_cast<void>(filling.region()->range(piece.offset, piece.nbytes));
+  staging_->read_file(borrow_fd, file_offset, pieces, filling.region()->range(0, 0));
 }
 
 void WritableCudaSlab::copy_from(const CudaSlab& source) {

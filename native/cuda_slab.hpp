@@ -13,14 +13,10 @@
 #include "budget.hpp"
 #include "cuda_region.hpp"
 #include "cuda_staging.hpp"
+#include "slab_range.hpp"
 #include "unique_fd.hpp"
 
 namespace changeover {
-
-struct SlabRange {
-  std::uint64_t offset;
-  std::uint64_t nbytes;
-};
 
 // Readable.  All members are thread-safe; memory stays while a call or a tensor uses it.
 class CudaSlab {
@@ -34,10 +30,13 @@ class CudaSlab {
   bool is_open() const;
   int borrow_fd() const;
   std::uint32_t crc32(std::uint64_t offset, std::uint64_t nbytes) const;
-  // The leaves of all ranges (offset and length), one after the other, 32 bytes per leaf.  `digests` has
-  // room for `leaf_count` of each of them.  With `spread` it takes about that long and is gentle.
-  void sha256_leaves(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> digests,
-                     std::chrono::nanoseconds spread = {}) const;
+  // Throws Misuse where a range leaves the slab, as those below.
+  void check_range(std::uint64_t offset, std::uint64_t nbytes) const;
+  // The SHA-256 leaves of all ranges (offset and length), one after the other, 32 bytes per leaf: `leaves`
+  // has room for `leaf_count` of each of them.  And the CRC32 of each range, unless `crcs` is empty.
+  // With `spread` it takes about that long and is gentle.
+  void digest(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
+              std::span<std::uint32_t> crcs, std::chrono::nanoseconds spread = {}) const;
   // The region, kept alive beyond `close`.
   std::shared_ptr<const CudaRegion> share() const;
   // Gives up this owner's reference.  Where it is the last one, waits for the GPU and for the release.
@@ -61,8 +60,13 @@ class WritableCudaSlab {
   std::uint64_t nbytes() const noexcept { return nbytes_; }
   bool is_open() const;
   // See cuda_staging.hpp.  Several threads may read into disjoint ranges at once.
-  std::uint32_t read_file(int borrow_fd, std::uint64_t file_offset, std::uint64_t offset,
-                          std::uint64_t nbytes);
+  void read_file(int borrow_fd, std::uint64_t file_offset, std::span<Piece> pieces);
+  // Of one piece; answers its CRC32.
+  std::uint32_t read_file(int borrow_fd, std::uint64_t file_offset, std::uint64_t offset, std::uint64_t nbytes) {
+    Piece piece{offset, nbytes};
+    read_file(borrow_fd, file_offset, {&piece, 1});
+    return piece.crc;
+  }
   // Fill all of it from a slab of the same size, on this device or another; cuda_copy.hpp.  Blocking.
   void copy_from(const CudaSlab& source);
   // Consumes the slab, after all copies into it.  Throws Misuse while it is being filled.

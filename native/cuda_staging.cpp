@@ -1,73 +1,71 @@
 #include "cuda_staging.hpp"
 
-#include <algorithm>
 #include <utility>
+#include <vector>
 
-#include "crc32.hpp"
 #include "cuda_driver.hpp"
 #include "cuda_event.hpp"
 #include "cuda_stream.hpp"
 #include "error.hpp"
-#include "file_reader.hpp"
 #include "pinned_buffer.hpp"
+#include "read_queue.hpp"
 
 namespace changeover {
+namespace {
 
-struct CudaStaging::Lane {
+// Pinned slots, and copies out of them on a stream.
+class PinnedSlots final : public Slots {
+ public:
+  PinnedSlots(int priority, std::uint64_t slot_bytes, unsigned slot_count)
+      : chunk_bytes_(slot_bytes), stream_(priority) {
+    slots_.reserve(slot_count);
+    for (unsigned i = 0; i < slot_count; ++i) slots_.emplace_back(slot_bytes + kSlotMarginBytes);
+  }
+
+  unsigned count() const noexcept override { return static_cast<unsigned>(slots_.size()); }
+  std::uint64_t chunk_bytes() const noexcept override { return chunk_bytes_; }
+  std::span<std::byte> reuse(unsigned slot) override {
+    slots_[slot].copied.synchronize();
+    return slots_[slot].buffer.bytes();
+  }
+  std::span<std::byte> in_place(std::uint64_t, std::uint64_t) override { return {}; }
+  void place(std::span<const std::byte> bytes, std::uint64_t offset) override {
+    CudaDriver::get().copy_to_device(target + offset, bytes.data(), bytes.size(), stream_.borrow());
+  }
+  void finish(unsigned slot) override { slots_[slot].copied.record(stream_.borrow()); }
+
+  const CudaStream& stream() const noexcept { return stream_; }
+
+  cuda::DevicePointer target = 0;
+
+ private:
   struct Slot {
     explicit Slot(std::uint64_t nbytes) : buffer(nbytes) {}
     CudaEvent copied;
     PinnedBuffer buffer;
   };
 
-  Lane(int priority, std::uint64_t slot_bytes, std::size_t slot_count) : stream(priority) {
-    slots.reserve(slot_count);
-    for (std::size_t i = 0; i < slot_count; ++i) slots.emplace_back(slot_bytes);
-  }
-  Slot& next_slot() noexcept { return slots[next++ % slots.size()]; }
-
-  CudaStream stream;
-  std::vector<Slot> slots;
-  std::size_t next = 0;
+  const std::uint64_t chunk_bytes_;
+  CudaStream stream_;
+  std::vector<Slot> slots_;
 };
 
-// A lane for the length of a read.
-class CudaStaging::Lease {
- public:
-  explicit Lease(CudaStaging& staging) : staging_(staging), lane_(take(staging)) {}
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
-  ~Lease() {
-    const std::lock_guard lock(staging_.mutex_);
-    staging_.idle_.push_back(&lane_);  // never grows: there is room for every lane
-  }
-  Lane& lane() const noexcept { return lane_; }
+}  // namespace
 
- private:
-  static Lane& take(CudaStaging& staging) {
-    {
-      const std::lock_guard lock(staging.mutex_);
-      if (!staging.idle_.empty()) {
-        Lane& lane = *staging.idle_.back();
-        staging.idle_.pop_back();
-        return lane;
-      }
-    }
-    // Not under the lock: pinning takes milliseconds.
-    auto made = std::make_unique<Lane>(staging.device_.least_priority(), staging.slot_bytes_,
-                                       staging.slots_per_lane_);
-    const std::lock_guard lock(staging.mutex_);
-    staging.idle_.reserve(staging.lanes_.size() + 1);
-    staging.lanes_.push_back(std::move(made));
-    return *staging.lanes_.back();
-  }
+struct CudaStaging::Lane {
+  Lane(int priority, std::uint64_t slot_bytes, unsigned slot_count)
+      : slots(priority, slot_bytes, slot_count), queue(slot_count), reader(queue, slots) {}
 
-  CudaStaging& staging_;
-  Lane& lane_;
+  PinnedSlots slots;
+  ReadQueue queue;
+  ExtentReader reader;
 };
 
-CudaStaging::CudaStaging(CudaDevice& device, std::uint64_t slot_bytes, std::size_t slots_per_lane)
-    : device_(device), slot_bytes_(slot_bytes), slots_per_lane_(slots_per_lane) {
+CudaStaging::CudaStaging(CudaDevice& device, std::uint64_t slot_bytes, unsigned slots_per_lane)
+    : device_(device),
+      slot_bytes_(slot_bytes),
+      slots_per_lane_(slots_per_lane),
+      lanes_(std::make_unique<LanePool<Lane>>()) {
   if (slot_bytes == 0 || slots_per_lane < 2) throw Misuse("a lane has at least two slots of at least one byte");
 }
 
@@ -75,45 +73,29 @@ CudaStaging::~CudaStaging() {
   try {
     const ContextScope scope(device_);
     // Pinned memory must not go while the device reads it.
-    for (const auto& lane : lanes_) {
-      static_cast<void>(CudaDriver::get().stream_synchronize.attempt(lane->stream.borrow()));
+    for (const Lane* lane : lanes_->all()) {
+      static_cast<void>(CudaDriver::get().stream_synchronize.attempt(lane->slots.stream().borrow()));
     }
-    lanes_.clear();
+    lanes_.reset();
   } catch (const SystemError&) {
     // The context is lost, and with it all work; the lanes go with the members.
   }
 }
 
-std::uint32_t CudaStaging::read_file(int borrow_fd, std::uint64_t file_offset, cuda::DevicePointer to,
-                                     std::uint64_t nbytes) {
-  if (nbytes == 0) return changeover::read_file(borrow_fd, file_offset, {});
+void CudaStaging::read_file(int borrow_fd, std::uint64_t file_offset, std::span<Piece> pieces,
+                            cuda::DevicePointer to) {
   const ContextScope scope(device_);
-  const Lease lease(*this);
-  Lane& lane = lease.lane();
-  std::uint32_t crc = 0;
-  while (nbytes > 0) {
-    Lane::Slot& slot = lane.next_slot();
-    slot.copied.synchronize();
-    const auto chunk = slot.buffer.bytes().first(std::min(nbytes, slot_bytes_));
-    const std::uint32_t chunk_crc = changeover::read_file(borrow_fd, file_offset, chunk);
-    crc = crc32_combine(crc, chunk_crc, chunk.size());
-    CudaDriver::get().copy_to_device(to, chunk.data(), chunk.size(), lane.stream.borrow());
-    slot.copied.record(lane.stream.borrow());
-    file_offset += chunk.size();
-    to += chunk.size();
-    nbytes -= chunk.size();
-  }
-  return crc;
+  const LanePool<Lane>::Lease lane(*lanes_, [this] {
+    return std::make_unique<Lane>(device_.least_priority(), slot_bytes_, slots_per_lane_);
+  });
+  lane->slots.target = to;
+  lane->reader.read(borrow_fd, file_offset, pieces);
 }
 
 void CudaStaging::settle() {
-  std::vector<Lane*> lanes;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& lane : lanes_) lanes.push_back(lane.get());
-  }
+  const std::vector<Lane*> lanes = lanes_->all();
   const ContextScope scope(device_);
-  for (const Lane* lane : lanes) lane->stream.synchronize();
+  for (const Lane* lane : lanes) lane->slots.stream().synchronize();
 }
 
 }  // namespace changeover

@@ -11,41 +11,38 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <vector>
+#include <span>
 
 #include "cuda_api.hpp"
 #include "cuda_device.hpp"
+#include "extent_reader.hpp"
+#include "lane_pool.hpp"
 
 namespace changeover {
 
 class CudaStaging {
  public:
   // Throws Misuse for less than two slots or an empty one.
-  CudaStaging(CudaDevice& device, std::uint64_t slot_bytes, std::size_t slots_per_lane);
+  CudaStaging(CudaDevice& device, std::uint64_t slot_bytes, unsigned slots_per_lane);
   CudaStaging(const CudaStaging&) = delete;
   CudaStaging& operator=(const CudaStaging&) = delete;
   ~CudaStaging();
 
   CudaDevice& device() const noexcept { return device_; }
 
-  // Copy `nbytes` of a file to `to`; answer their CRC32.  As file_reader.hpp, and SystemError from the
+  // Copy bytes of a file to `pieces` of the memory at `to`; as ExtentReader, and SystemError from the
   // driver.  Blocking for the file, not for the last copies.
-  std::uint32_t read_file(int borrow_fd, std::uint64_t file_offset, cuda::DevicePointer to,
-                          std::uint64_t nbytes);
+  void read_file(int borrow_fd, std::uint64_t file_offset, std::span<Piece> pieces, cuda::DevicePointer to);
   // Wait until every copy that was begun has completed.  Throws SystemError if one failed.
   void settle();
 
  private:
   struct Lane;
-  class Lease;
 
   CudaDevice& device_;
   const std::uint64_t slot_bytes_;
-  const std::size_t slots_per_lane_;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
-  std::vector<Lane*> idle_;
+  const unsigned slots_per_lane_;
+  std::unique_ptr<LanePool<Lane>> lanes_;
 };
 
 }  // namespace changeover

@@ -31,6 +31,28 @@ class SystemError : public std::exception {
   std::string detail_;
 };
 
+// A file could not be read at a byte.
+class ReadError : public SystemError {
+ public:
+  ReadError(std::string call, int number, std::uint64_t file_offset)
+      : SystemError(std::move(call), number), file_offset_(file_offset) {}
+
+  static ReadError ends_early(std::string call, std::uint64_t file_offset, std::uint64_t missing_bytes) {
+    return {std::move(call),
+            "the file ends at byte " + std::to_string(file_offset) + ", at least " +
+                std::to_string(missing_bytes) + " more were expected",
+            file_offset};
+  }
+
+  std::uint64_t file_offset() const noexcept { return file_offset_; }
+
+ private:
+  ReadError(std::string call, std::string detail, std::uint64_t file_offset)
+      : SystemError(std::move(call), 0, std::move(detail)), file_offset_(file_offset) {}
+
+  std::uint64_t file_offset_;
+};
+
 // A budget has no room for what was asked.
 class BudgetExceeded : public std::exception {
  public:

@@ -11,7 +11,8 @@
 
 #include "crc32.hpp"
 #include "error.hpp"
-#include "file_reader.hpp"
+#include "host_staging.hpp"
+#include "memfd_pages.hpp"
 #include "sha256.hpp"
 
 // Linux 6.3; missing from the C library's headers of some supported systems.
@@ -22,7 +23,12 @@
 namespace changeover {
 namespace {
 
-constexpr std::uint64_t kAllocationStepBytes = std::uint64_t{16} << 20;
+// Whose pages are taken in one go: the kernel drains all its processors' lists of pages each time.
+constexpr std::uint64_t kBlockBytes = std::uint64_t{32} << 20;
+
+// What is hashed in one go: in the processor's caches for both digests, and enough leaves for every lane of
+// the hash.
+constexpr std::uint64_t kHashStepBytes = std::uint64_t{4} << 20;
 
 UniqueFd create_memfd() {
   constexpr const char* kName = "changeover-slab";
@@ -32,20 +38,6 @@ UniqueFd create_memfd() {
   if (!fd && errno == EINVAL) fd = UniqueFd(::memfd_create(kName, kFlags));
   if (!fd) throw SystemError("memfd_create", errno);
   return fd;
-}
-
-void allocate(int fd, std::uint64_t nbytes) {
-  if (::ftruncate(fd, static_cast<off_t>(nbytes)) != 0) throw SystemError("ftruncate", errno);
-  // In steps: a call that a signal interrupts gives back all it had, so that a long one might never
-  // end in a process with a periodic timer.
-  for (std::uint64_t offset = 0; offset < nbytes;) {
-    const std::uint64_t step = std::min(kAllocationStepBytes, nbytes - offset);
-    if (::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(step)) == 0) {
-      offset += step;
-    } else if (errno != EINTR) {
-      throw SystemError("fallocate", errno);
-    }
-  }
 }
 
 void add_seals(int fd, int seals) {
@@ -118,15 +110,33 @@ int HostSlab::borrow_fd() const {
   return fd_.borrow();
 }
 
+void HostSlab::check_range(std::uint64_t offset, std::uint64_t nbytes) const {
+  static_cast<void>(share()->mapping.range(offset, nbytes));
+}
+
 std::uint32_t HostSlab::crc32(std::uint64_t offset, std::uint64_t nbytes) const {
   const auto region = share();
   return changeover::crc32(region->mapping.range(offset, nbytes));
 }
 
-void HostSlab::sha256_leaves(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t leaf_bytes,
-                             std::span<std::byte> digests) const {
+void HostSlab::digest(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
+                      std::span<std::uint32_t> crcs, std::chrono::nanoseconds) const {
   const auto region = share();
-  changeover::sha256_leaves(region->mapping.range(offset, nbytes), leaf_bytes, digests, best_sha_isa());
+  const ShaIsa isa = best_sha_isa();
+  const std::uint64_t step_bytes = std::max(kHashStepBytes / leaf_bytes, std::uint64_t{1}) * leaf_bytes;
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    std::uint32_t crc = 0;
+    auto bytes = region->mapping.range(ranges[i].offset, ranges[i].nbytes);
+    while (!bytes.empty()) {
+      const auto step = bytes.first(std::min<std::uint64_t>(step_bytes, bytes.size()));
+      if (!crcs.empty()) crc = changeover::crc32(step, crc);
+      const std::size_t size = leaf_count(step.size(), leaf_bytes) * kSha256Bytes;
+      changeover::sha256_leaves(step, leaf_bytes, leaves.first(size), isa);
+      leaves = leaves.subspan(size);
+      bytes = bytes.subspan(step.size());
+    }
+    if (!crcs.empty()) crcs[i] = crc;
+  }
 }
 
 void HostSlab::close() {
@@ -139,34 +149,34 @@ void HostSlab::close() {
 
 // --- WritableHostSlab ----------------------------------------------------------------------------
 
-// A read under way: keeps the mapping, and keeps `seal` away.
+// A read under way: keeps the memory, and keeps `seal` away.
 class WritableHostSlab::Reading {
  public:
   explicit Reading(WritableHostSlab& slab) : slab_(slab) {
     const std::lock_guard lock(slab.mutex_);
-    if (!slab.region_) throw Misuse("a read into a slab that is sealed or closed");
-    region_ = slab.region_;
+    if (!slab.memory_) throw Misuse("a read into a slab that is sealed or closed");
+    memory_ = slab.memory_;
     ++slab.readings_;
   }
   Reading(const Reading&) = delete;
   Reading& operator=(const Reading&) = delete;
   ~Reading() {
     const std::lock_guard lock(slab_.mutex_);
-    region_.reset();
+    memory_.reset();
     --slab_.readings_;
   }
 
-  Mapping& mapping() const noexcept { return region_->mapping; }
+  Memory& memory() const noexcept { return *memory_; }
 
  private:
   WritableHostSlab& slab_;
-  std::shared_ptr<Region> region_;
+  std::shared_ptr<Memory> memory_;
 };
 
-WritableHostSlab::WritableHostSlab(UniqueFd fd, Region region)
-    : nbytes_(region.mapping.nbytes()),
-      fd_(std::move(fd)),
-      region_(std::make_shared<Region>(std::move(region))) {}
+WritableHostSlab::WritableHostSlab(Memory memory)
+    : nbytes_(memory.region.mapping.nbytes()),
+      blocks_((nbytes_ + kBlockBytes - 1) / kBlockBytes, Block::missing),
+      memory_(std::make_shared<Memory>(std::move(memory))) {}
 
 std::unique_ptr<WritableHostSlab> WritableHostSlab::create(Budget& budget, const std::string& slab_id,
                                                            std::uint64_t nbytes) {
@@ -175,46 +185,84 @@ std::unique_ptr<WritableHostSlab> WritableHostSlab::create(Budget& budget, const
   }
   Reservation reservation = budget.reserve(slab_id, nbytes);
   UniqueFd fd = create_memfd();
-  allocate(fd.borrow(), nbytes);
+  if (::ftruncate(fd.borrow(), static_cast<off_t>(nbytes)) != 0) throw SystemError("ftruncate", errno);
   Mapping mapping(fd.borrow(), nbytes, Access::read_write);
   add_seals(fd.borrow(), F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE);
-  return std::unique_ptr<WritableHostSlab>(
-      new WritableHostSlab(std::move(fd), Region{std::move(reservation), std::move(mapping)}));
+  Memory memory{Region{std::move(reservation), std::move(mapping)}, std::move(fd)};
+  return std::unique_ptr<WritableHostSlab>(new WritableHostSlab(std::move(memory)));
 }
 
 bool WritableHostSlab::is_open() const {
   const std::lock_guard lock(mutex_);
-  return region_ != nullptr;
+  return memory_ != nullptr;
 }
 
-std::uint32_t WritableHostSlab::read_file(int borrow_fd, std::uint64_t file_offset, std::uint64_t offset,
-                                          std::uint64_t nbytes) {
+std::uint64_t WritableHostSlab::missing_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return nbytes_ - taken_bytes_;
+}
+
+void WritableHostSlab::read_file(int borrow_fd, std::uint64_t file_offset, std::span<Piece> pieces) {
   const Reading reading(*this);
-  return changeover::read_file(borrow_fd, file_offset, reading.mapping().writable_range(offset, nbytes));
+  Memory& memory = reading.memory();
+  for (const Piece& piece : pieces) static_cast<void>(memory.region.mapping.range(piece.offset, piece.nbytes));
+  for (const Piece& piece : pieces) take_blocks(memory, piece.offset, piece.nbytes);
+  host_staging::read_file(borrow_fd, file_offset, pieces, memory.region.mapping.writable_range(0, nbytes_));
+}
+
+void WritableHostSlab::take_blocks(const Memory& memory, std::uint64_t offset, std::uint64_t nbytes) {
+  if (nbytes == 0) return;
+  for (std::uint64_t index = offset / kBlockBytes; index <= (offset + nbytes - 1) / kBlockBytes; ++index) {
+    Block& block = blocks_[index];
+    std::unique_lock lock(mutex_);
+    // One thread takes a block's pages; who needs them as well waits for it.
+    has_taken_.wait(lock, [&] { return block != Block::being_taken; });
+    if (block == Block::taken) continue;
+    block = Block::being_taken;
+    lock.unlock();
+    const std::uint64_t start = index * kBlockBytes;
+    const std::uint64_t size = std::min(kBlockBytes, nbytes_ - start);
+    struct Answer {  // also where the pages cannot be had: the next thread tries again and says so too
+      WritableHostSlab& slab;
+      Block& block;
+      std::uint64_t taken_bytes = 0;
+      ~Answer() {
+        {
+          const std::lock_guard relocked(slab.mutex_);
+          block = taken_bytes > 0 ? Block::taken : Block::missing;
+          slab.taken_bytes_ += taken_bytes;
+        }
+        slab.has_taken_.notify_all();
+      }
+    } answer{*this, block};
+    take_pages(memory.region.mapping, memory.fd.borrow(), start, size);
+    answer.taken_bytes = size;
+  }
 }
 
 std::unique_ptr<HostSlab> WritableHostSlab::seal() {
-  const std::lock_guard lock(mutex_);
-  if (!region_) throw Misuse("a slab that is sealed or closed cannot be sealed");
-  if (readings_ > 0) throw Misuse("a slab cannot be sealed while it is read into");
-  // Consumed from here on, also where a step below fails: what is moved out is freed by scope.
-  const std::shared_ptr<Region> writable = std::exchange(region_, nullptr);
-  const UniqueFd fd = std::move(fd_);
-  Reservation reservation = std::move(writable->reservation);
-  { const Mapping unmapped = std::move(writable->mapping); }
-  add_seals(fd.borrow(), F_SEAL_WRITE | F_SEAL_SEAL);
-  UniqueFd read_only = reopen_read_only(fd.borrow());
+  std::shared_ptr<Memory> memory;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!memory_) throw Misuse("a slab that is sealed or closed cannot be sealed");
+    if (readings_ > 0) throw Misuse("a slab cannot be sealed while it is read into");
+    // Consumed from here on, also where a step below fails: what is moved out is freed by scope.
+    memory = std::move(memory_);
+  }
+  take_blocks(*memory, 0, nbytes_);  // those that nothing was read into
+  { const Mapping unmapped = std::move(memory->region.mapping); }
+  add_seals(memory->fd.borrow(), F_SEAL_WRITE | F_SEAL_SEAL);
+  UniqueFd read_only = reopen_read_only(memory->fd.borrow());
   Mapping mapping(read_only.borrow(), nbytes_, Access::read_only);
-  auto region = std::make_shared<const Region>(std::move(reservation), std::move(mapping));
+  auto region = std::make_shared<const Region>(std::move(memory->region.reservation), std::move(mapping));
   return std::make_unique<HostSlab>(std::move(read_only), std::move(region));
 }
 
 void WritableHostSlab::close() {
-  std::shared_ptr<Region> last;  // unmapped after the lock is given up
+  std::shared_ptr<Memory> last;  // unmapped after the lock is given up
   const std::lock_guard lock(mutex_);
-  if (!region_) throw Misuse("a slab that is sealed or closed cannot be closed");
-  last = std::move(region_);
-  fd_.reset();
+  if (!memory_) throw Misuse("a slab that is sealed or closed cannot be closed");
+  last = std::move(memory_);
 }
 
 }  // namespace changeover

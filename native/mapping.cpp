@@ -1,6 +1,7 @@
 #include "mapping.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <string>
@@ -15,9 +16,24 @@ Mapping::Mapping(int borrow_fd, std::uint64_t nbytes, Access access) : nbytes_(n
     throw Misuse("a mapping cannot have " + std::to_string(nbytes) + " bytes");
   }
   const int protection = access == Access::read_write ? PROT_READ | PROT_WRITE : PROT_READ;
-  void* address = ::mmap(nullptr, nbytes, protection, MAP_SHARED, borrow_fd, 0);
-  if (address == MAP_FAILED) throw SystemError("mmap", errno);
-  address_ = static_cast<std::byte*>(address);
+  // At a multiple of the huge page size, or huge pages could not be mapped as such: room for it is taken,
+  // the file is mapped over its aligned part, and the rest is given back.
+  const std::uint64_t room = nbytes + kHugePageBytes;
+  void* const taken = ::mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (taken == MAP_FAILED) throw SystemError("mmap", errno);
+  auto* const first = static_cast<std::byte*>(taken);
+  const std::uint64_t skipped = -reinterpret_cast<std::uintptr_t>(first) % kHugePageBytes;
+  std::byte* const aligned = first + skipped;
+  if (::mmap(aligned, nbytes, protection, MAP_SHARED | MAP_FIXED, borrow_fd, 0) == MAP_FAILED) {
+    const int number = errno;
+    ::munmap(taken, room);
+    throw SystemError("mmap", number);
+  }
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  const std::uint64_t used = (nbytes + page - 1) / page * page;
+  if (skipped > 0) ::munmap(first, skipped);
+  if (skipped + used < room) ::munmap(aligned + used, room - skipped - used);
+  address_ = aligned;
 }
 
 Mapping::Mapping(Mapping&& other) noexcept

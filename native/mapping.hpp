@@ -7,11 +7,13 @@
 
 namespace changeover {
 
+inline constexpr std::uint64_t kHugePageBytes = std::uint64_t{2} << 20;
+
 enum class Access { read_only, read_write };
 
 class Mapping {
  public:
-  // Map the first `nbytes` (> 0) of `borrow_fd`.  Throws SystemError.
+  // Map the first `nbytes` (> 0) of `borrow_fd` at a multiple of kHugePageBytes.  Throws SystemError.
   Mapping(int borrow_fd, std::uint64_t nbytes, Access access);
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) noexcept;

@@ -54,7 +54,7 @@ struct NamedIsa {
 };
 constexpr NamedIsa<CrcIsa> kCrcIsas[] = {
     {"portable", CrcIsa::portable}, {"pclmul", CrcIsa::pclmul}, {"vpclmul", CrcIsa::vpclmul}};
-constexpr NamedIsa<ShaIsa> kShaIsas[] = {{"portable", ShaIsa::portable}, {"shani", ShaIsa::shani}};
+constexpr NamedIsa<ShaIsa> kShaIsas[] = {{"portable", ShaIsa::portable}, {"shani", ShaIsa::shani}, {"avx512", ShaIsa::avx512}};
 
 template <typename Isa, std::size_t N>
 Isa find_isa(const NamedIsa<Isa> (&isas)[N], const std::optional<std::string>& name, Isa best) {
@@ -104,18 +104,6 @@ nb::bytes py_sha256_leaves(nb::handle data, std::uint64_t leaf_bytes, const std:
   return digests;
 }
 
-nb::bytes slab_sha256_leaves(const HostSlab& slab, std::uint64_t offset, std::uint64_t nbytes,
-                             std::uint64_t leaf_bytes) {
-  check_leaf_bytes(leaf_bytes);
-  static_cast<void>(slab.share()->mapping.range(offset, nbytes));  // before anything is sized by it
-  nb::bytes digests = new_bytes(leaf_count(nbytes, leaf_bytes) * kSha256Bytes);
-  {
-    const ReleaseGil released;
-    slab.sha256_leaves(offset, nbytes, leaf_bytes, fill(digests));
-  }
-  return digests;
-}
-
 using ByteView = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 ByteView slab_view(const HostSlab& slab, std::uint64_t offset, std::uint64_t nbytes) {
@@ -147,6 +135,8 @@ void raise(const char* name, Arguments&&... arguments) {
 void translate(const std::exception_ptr& failure, void*) {
   try {
     std::rethrow_exception(failure);
+  } catch (const ReadError& e) {
+    raise("ReadFailed", e.call(), e.number(), e.detail(), e.file_offset());
   } catch (const SystemError& e) {
     raise("DriverError", e.call(), e.number(), e.detail());
   } catch (const BudgetExceeded& e) {
@@ -187,22 +177,13 @@ NB_MODULE(_native, m) {
       .def_prop_ro("used_bytes", &Budget::used_bytes)
       .def_prop_ro("free_bytes", &Budget::free_bytes);
 
-  nb::class_<HostSlab>(m, "HostSlab")
-      .def_prop_ro("nbytes", &HostSlab::nbytes)
-      .def_prop_ro("is_open", &HostSlab::is_open)
-      .def("borrow_fd", &HostSlab::borrow_fd)
-      .def("crc32", &HostSlab::crc32, "offset_bytes"_a, "nbytes"_a, nb::call_guard<ReleaseGil>())
-      .def("sha256_leaves", &slab_sha256_leaves, "offset_bytes"_a, "nbytes"_a, "leaf_bytes"_a)
-      .def("view", &slab_view, "offset_bytes"_a, "nbytes"_a)
-      .def("close", &HostSlab::close, nb::call_guard<ReleaseGil>());
+  nb::class_<HostSlab> host_slab(m, "HostSlab");
+  bind_readable(host_slab);
+  host_slab.def("view", &slab_view, "offset_bytes"_a, "nbytes"_a);
 
-  nb::class_<WritableHostSlab>(m, "WritableHostSlab")
-      .def_prop_ro("nbytes", &WritableHostSlab::nbytes)
-      .def_prop_ro("is_open", &WritableHostSlab::is_open)
-      .def("read_file", &WritableHostSlab::read_file, "borrow_fd"_a, "file_offset"_a, "offset_bytes"_a,
-           "nbytes"_a, nb::call_guard<ReleaseGil>())
-      .def("seal", &WritableHostSlab::seal, nb::call_guard<ReleaseGil>())
-      .def("close", &WritableHostSlab::close, nb::call_guard<ReleaseGil>());
+  nb::class_<WritableHostSlab> writable_host_slab(m, "WritableHostSlab");
+  bind_writable(writable_host_slab);
+  writable_host_slab.def_prop_ro("missing_bytes", &WritableHostSlab::missing_bytes);
 
   m.def("create_host_slab", &WritableHostSlab::create, "budget"_a, "slab_id"_a, "nbytes"_a,
         nb::call_guard<ReleaseGil>());

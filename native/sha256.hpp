@@ -15,7 +15,7 @@ using Sha256State = std::array<std::uint32_t, 8>;
 using Sha256Digest = std::array<std::byte, kSha256Bytes>;
 
 // The instructions a digest runs on; all give the same answer.
-enum class ShaIsa { portable, shani };
+enum class ShaIsa { portable, shani, avx512 };
 
 bool is_available(ShaIsa isa) noexcept;
 ShaIsa best_sha_isa() noexcept;

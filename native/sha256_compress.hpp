@@ -30,6 +30,15 @@ void sha256_compress_shani(Sha256State& state, const std::byte* data, std::size_
 void sha256_compress_shani_pair(Sha256State& first_state, const std::byte* first_data,
                                 Sha256State& second_state, const std::byte* second_data,
                                 std::size_t blocks) noexcept;
+
+// Sixteen streams at once, a word of each in every register.
+inline constexpr std::size_t kSha256Lanes = 16;
+struct Sha256Lanes {
+  alignas(64) std::uint32_t words[8][kSha256Lanes];
+};
+bool has_avx512() noexcept;
+void sha256_compress_avx512(Sha256Lanes& states, const std::byte* const (&data)[kSha256Lanes],
+                            std::size_t blocks) noexcept;
 #endif
 
 }  // namespace changeover

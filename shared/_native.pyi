@@ -54,8 +54,14 @@ class HostSlab:
     def crc32(self, offset_bytes: int, nbytes: int) -> int:
         """Without the GIL."""
 
-    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
-        """Without the GIL."""
+    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int = 0) -> bytes:
+        """Those of all ranges (offset, bytes), one after the other; `spread_ns` means nothing here.  Without
+        the GIL."""
+
+    def digests_of(
+        self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int = 0
+    ) -> tuple[list[int], bytes]:
+        """The CRC32 of each range, and all leaves; each byte is read once.  Without the GIL."""
 
     def view(self, offset_bytes: int, nbytes: int) -> DlpackCapsule:
         """The bytes themselves; keeps the mapping alive."""
@@ -67,6 +73,10 @@ class WritableHostSlab:
     """A memfd that this process fills."""
 
     @property
+    def missing_bytes(self) -> int:
+        """Bytes that have no pages yet."""
+
+    @property
     def nbytes(self) -> int: ...
     @property
     def is_open(self) -> bool:
@@ -75,11 +85,15 @@ class WritableHostSlab:
     def read_file(self, borrow_fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
         """Read from a file into the slab; CRC32 of the bytes read.  Without the GIL."""
 
+    def read_pieces(self, borrow_fd: int, file_offset: int, pieces: list[tuple[int, int]]) -> list[int]:
+        """Read consecutive bytes of a file into several places (offset, bytes); the CRC32 of each.  Without
+        the GIL."""
+
     def seal(self) -> HostSlab: ...
     def close(self) -> None: ...
 
 def create_host_slab(budget: Budget, slab_id: str, nbytes: int) -> WritableHostSlab:
-    """Allocate all pages of a slab.  OutOfMemory over the budget; DriverError from the kernel."""
+    """A slab without pages yet.  OutOfMemory over the budget; DriverError from the kernel."""
 
 def import_host_slab(budget: Budget, slab_id: str, nbytes: int, take_fd: int) -> HostSlab:
     """Map a received slab; ProtocolError if it is none.  Consumes the fd on every path."""
@@ -142,12 +156,14 @@ class CudaSlab:
     def crc32(self, offset_bytes: int, nbytes: int) -> int:
         """By a kernel.  Without the GIL."""
 
-    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
-        """By a kernel.  Without the GIL."""
-
     def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int = 0) -> bytes:
         """Those of all ranges (offset, bytes), one after the other, in one go, or in short launches spread
         over `spread_ns` (at most a minute).  Without the GIL."""
+
+    def digests_of(
+        self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int = 0
+    ) -> tuple[list[int], bytes]:
+        """The CRC32 of each range, and all leaves, computed side by side; `spread_ns` as above."""
 
     def view(self, offset_bytes: int, nbytes: int) -> DlpackCapsule:
         """The bytes themselves; keeps the mapping alive."""
@@ -167,6 +183,10 @@ class WritableCudaSlab:
 
     def read_file(self, borrow_fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
         """Read from a file into the slab; CRC32 of the bytes read.  Without the GIL."""
+
+    def read_pieces(self, borrow_fd: int, file_offset: int, pieces: list[tuple[int, int]]) -> list[int]:
+        """Read consecutive bytes of a file into several places (offset, bytes); the CRC32 of each.  Without
+        the GIL."""
 
     def copy_from(self, source: CudaSlab) -> None:
         """Fill all of it from a slab of the same size, of any device.  Without the GIL."""

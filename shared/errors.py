@@ -260,6 +260,21 @@ class DriverError(ChangeoverError):
         return int(self.facts.get("number", 0))
 
 
+class ReadFailed(DriverError):
+    """A file could not be read at `byte`; number 0 where it ends there."""
+
+    code = "read_failed"
+
+    def __init__(self, call: str, number: int, detail: str, byte: int) -> None:
+        super().__init__(call, number, f"{detail} (byte {byte})" if number else detail)
+        self.facts["byte"] = byte
+
+    @property
+    def byte(self) -> int:
+        """The offset in the file."""
+        return int(self.facts.get("byte", -1))
+
+
 # --- we are wrong --------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from shared._native import crc32_combine
 from shared.digest import LEAF_BYTES, file_digest, tensor_digest, version_digest
 from shared.errors import DigestMismatch
 from shared.gate import PIECE_BYTES, Gate, Pacer
@@ -60,67 +61,99 @@ Place = tuple[int, int, int]
 """Slab (index), offset and bytes: where one tensor, or several with the same content, lie."""
 
 
-def hash_batches(places: Iterable[Place], most_bytes: int) -> list[list[Place]]:
-    """Places of one slab each, as many together as have `most_bytes`; a larger one is alone."""
-    batches: list[list[Place]] = []
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Leaves of a place that are hashed together: all of them, or some of a large one."""
+
+    place: Place
+    start: int  # in the place, a multiple of the leaf size
+    nbytes: int
+
+
+def hash_batches(
+    places: Iterable[Place], slabs: Mapping[int, Slab], grain: Callable[[int], int] = int
+) -> list[list[Part]]:
+    """Parts of one slab each, as many together as the slab's backend likes to hash in one call, or as
+    `grain` makes of that number; `slabs` has those that the places name.  Large places are cut, so that
+    threads share their bytes."""
+    batches: list[list[Part]] = []
     filled = 0
     for place in sorted(places):
         slab, _, nbytes = place
-        is_next = bool(batches) and batches[-1][0][0] == slab and filled + nbytes <= most_bytes
-        if is_next:
-            batches[-1].append(place)
-            filled += nbytes
-        else:
-            batches.append([place])
-            filled = nbytes
+        most = max(grain(slabs[slab].batch_bytes) // LEAF_BYTES, 1) * LEAF_BYTES
+        for start in range(0, nbytes, most):
+            part = Part(place, start, min(most, nbytes - start))
+            is_next = bool(batches) and batches[-1][0].place[0] == slab and filled + part.nbytes <= most
+            if is_next:
+                batches[-1].append(part)
+                filled += part.nbytes
+            else:
+                batches.append([part])
+                filled = part.nbytes
     return batches
 
 
-def resident_leaves(batch: Sequence[Place], slabs: Mapping[int, Slab], spread_s: float = 0.0) -> list[bytes]:
-    """Leaves of the bytes that lie at the places of one batch now, spread over a time where that spares
-    others (`Slab.sha256_leaves_of`).  Blocking, without the GIL."""
-    ranges = [(offset, nbytes) for _, offset, nbytes in batch]
-    return slabs[batch[0][0]].sha256_leaves_of(ranges, LEAF_BYTES, spread_s)
+class PlaceDigests:
+    """Puts the digests of places together from those of their parts, in whatever order they come.
+    Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parts: dict[Place, dict[int, tuple[int, int, bytes]]] = {}
+
+    def add(self, part: Part, crc: int, leaves: bytes) -> tuple[int, bytes] | None:
+        """CRC32 and leaves of the whole place, if this was the last of its parts."""
+        if part.nbytes == part.place[2]:
+            return crc, leaves
+        with self._lock:
+            parts = self._parts.setdefault(part.place, {})
+            parts[part.start] = (part.nbytes, crc, leaves)
+            if sum(nbytes for nbytes, _, _ in parts.values()) < part.place[2]:
+                return None
+            del self._parts[part.place]
+        combined = 0
+        for start in sorted(parts):
+            nbytes, crc, _ = parts[start]
+            combined = crc32_combine(combined, crc, nbytes)
+        return combined, b"".join(parts[start][2] for start in sorted(parts))
 
 
-class _Pieces:
+def resident_digests(
+    batch: Sequence[Part], slabs: Mapping[int, Slab], spread_s: float
+) -> list[tuple[int, bytes]]:
+    """CRC32 and leaves of the bytes that lie at the parts of one batch now, spread over a time where that
+    spares others (`Slab.sha256_leaves_of`).  Blocking, without the GIL."""
+    return slabs[batch[0].place[0]].digests_of(_ranges(batch), LEAF_BYTES, spread_s)
+
+
+def _ranges(batch: Sequence[Part]) -> list[tuple[int, int]]:
+    return [(part.place[1] + part.start, part.nbytes) for part in batch]
+
+
+class _Queue:
     """What is still to be hashed, in order; threads take from it as much as they may hash at once."""
 
     def __init__(self, places: Iterable[Place], slabs: Sequence[Slab]) -> None:
         self._slabs = slabs
         self._lock = threading.Lock()
         self._left = deque(
-            (place, at, min(PIECE_BYTES, place[2] - at))
+            Part(place, start, min(PIECE_BYTES, place[2] - start))
             for place in sorted(places)
-            for at in range(0, place[2], PIECE_BYTES)
+            for start in range(0, place[2], PIECE_BYTES)
         )
-        self.leaves: dict[Place, dict[int, bytes]] = {}
 
-    def take(self, pacer: Pacer) -> list[tuple[Place, int, int]]:
-        """Pieces of one slab: place, offset in it and bytes; none once all are taken."""
+    def take(self, pacer: Pacer) -> list[Part]:
+        """Parts of one slab; none once all are taken."""
         with self._lock:
             if not self._left:
                 return []
-            taken = [self._left.popleft()]
-            slab, filled = taken[0][0][0], taken[0][2]
-            most = pacer.grain_bytes(max(PIECE_BYTES, self._slabs[slab].batch_bytes))
-            while self._left and self._left[0][0][0] == slab and filled + self._left[0][2] <= most:
-                taken.append(self._left.popleft())
-                filled += taken[-1][2]
-            return taken
-
-    def hash(self, pieces: Sequence[tuple[Place, int, int]], spread_s: float) -> None:
-        """Keep the leaves of what lies at the pieces now.  Blocking, without the GIL."""
-        slab = self._slabs[pieces[0][0][0]]
-        ranges = [(place[1] + at, nbytes) for place, at, nbytes in pieces]
-        found = slab.sha256_leaves_of(ranges, LEAF_BYTES, spread_s)
-        with self._lock:
-            for (place, at, _), leaves in zip(pieces, found, strict=True):
-                self.leaves.setdefault(place, {})[at] = leaves
-
-    def digest(self, place: Place) -> Digest:
-        """The digest of a place, all of whose pieces were hashed."""
-        return tensor_digest(b"".join(leaves for _, leaves in sorted(self.leaves.get(place, {}).items())))
+            batch = [self._left.popleft()]
+            slab, filled = batch[0].place[0], batch[0].nbytes
+            most = pacer.grain_bytes(self._slabs[slab].batch_bytes)
+            while self._left and self._left[0].place[0] == slab and filled + self._left[0].nbytes <= most:
+                batch.append(self._left.popleft())
+                filled += batch[-1].nbytes
+            return batch
 
 
 def damaged_tensors(
@@ -130,20 +163,26 @@ def damaged_tensors(
 ) -> tuple[str, ...]:
     """Names of tensors whose resident bytes are not those of the layout table.
 
-    Hashes every distinct place once, as fast as `pacer` lets it; `on_verified` gets the bytes of each
-    piece, on a worker's thread.  Blocking: about 1 s per 2.5 GB and thread on the host.
+    Hashes every distinct place once, as fast as `pacer` lets it; `on_verified` gets the bytes that were
+    hashed, on a worker's thread.  Blocking: about 1 s per 2.5 GB and thread on the host.
     """
     gate: Pacer = pacer if pacer is not None else Gate()
     places = {(tensor.slab, tensor.offset_bytes, tensor.nbytes) for tensor in version.layout.tensors}
-    pieces = _Pieces(places, version.slabs)
+    found: dict[Place, Digest] = {place: tensor_digest(b"") for place in places if place[2] == 0}
+    queue, digests = _Queue(places, version.slabs), PlaceDigests()
     failed = threading.Event()
 
     def work() -> None:
         try:
-            while not failed.is_set() and (taken := pieces.take(gate)):
-                nbytes = sum(each[2] for each in taken)
+            while not failed.is_set() and (batch := queue.take(gate)):
+                nbytes = sum(part.nbytes for part in batch)
                 gate.admit(nbytes)
-                pieces.hash(taken, gate.spread_s(nbytes))
+                slab = version.slabs[batch[0].place[0]]
+                hashed = slab.sha256_leaves_of(_ranges(batch), LEAF_BYTES, gate.spread_s(nbytes))
+                for part, leaves in zip(batch, hashed, strict=True):
+                    whole = digests.add(part, 0, leaves)
+                    if whole is not None:
+                        found[part.place] = tensor_digest(whole[1])
                 on_verified(nbytes)
         except BaseException:
             failed.set()
@@ -152,7 +191,6 @@ def damaged_tensors(
     with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hash") as workers:
         for done in [workers.submit(work) for _ in range(HASHING_THREADS)]:
             done.result()
-    found = {place: pieces.digest(place) for place in places}
     return tuple(
         sorted(
             tensor.name

@@ -31,17 +31,22 @@ __device__ __forceinline__ void compress(u32 (&h)[8], u32 (&w)[16]) {
       w[round & 15] += (rotate(x, 7) ^ rotate(x, 18) ^ (x >> 3)) + w[(round + 9) & 15] +
                        (rotate(y, 17) ^ rotate(y, 19) ^ (y >> 10));
     }
-    const u32 t1 = i + (rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25)) + ((e & f) ^ (~e & g)) + kRound[round] +
-                   w[round & 15];
-    const u32 t2 = (rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
+    // Added in the order in which the terms are ready: with few leaves, a round waits for the one before it.
+    const u32 early = i + kRound[round] + w[round & 15];
+    const u32 choose = (e & f) ^ (~e & g);
+    const u32 sum1 = rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25);
+    const u32 sum0 = rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22);
+    const u32 majority = (a & b) ^ (a & c) ^ (b & c);
+    const u32 next_e = (d + early) + choose + sum1;
+    const u32 next_a = (early + choose + sum1) + majority + sum0;
     i = g;
     g = f;
     f = e;
-    e = d + t1;
+    e = next_e;
     d = c;
     c = b;
     b = a;
-    a = t1 + t2;
+    a = next_a;
   }
   h[0] += a;
   h[1] += b;
@@ -51,6 +56,11 @@ __device__ __forceinline__ void compress(u32 (&h)[8], u32 (&w)[16]) {
   h[5] += f;
   h[6] += g;
   h[7] += i;
+}
+
+__device__ __forceinline__ void load(uint4 (&block)[4], const u8* from) {
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) block[quarter] = __ldg((const uint4*)from + quarter);
 }
 
 struct Range {
@@ -88,6 +98,9 @@ extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __re
 #pragma unroll
     for (int word = 0; word < 8; ++word) h[word] = digests[leaf * 8 + word];
   }
+  // The next block is on its way from memory while this one is hashed.
+  uint4 ahead[4];
+  if (first_block < whole && is_aligned) load(ahead, from + first_block * 64);
 #pragma unroll 1
   for (u64 block = first_block; block < end; ++block) {
     const u8* const at = from + block * 64;
@@ -95,12 +108,12 @@ extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __re
     if (block < whole && is_aligned) {
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
-        const uint4 words = __ldg((const uint4*)at + quarter);
-        w[4 * quarter] = big_endian(words.x);
-        w[4 * quarter + 1] = big_endian(words.y);
-        w[4 * quarter + 2] = big_endian(words.z);
-        w[4 * quarter + 3] = big_endian(words.w);
+        w[4 * quarter] = big_endian(ahead[quarter].x);
+        w[4 * quarter + 1] = big_endian(ahead[quarter].y);
+        w[4 * quarter + 2] = big_endian(ahead[quarter].z);
+        w[4 * quarter + 3] = big_endian(ahead[quarter].w);
       }
+      if (block + 1 < whole) load(ahead, at + 64);
     } else {
       const u64 left = block * 64 < size ? size - block * 64 : 0;  // data bytes in this block
       const bool has_mark = block * 64 <= size;                    // the bit after the last byte

@@ -41,7 +41,7 @@ class Slab(Protocol):
 
     @property
     def batch_bytes(self) -> int:
-        """How many bytes are worth hashing in one call of `sha256_leaves_of`; 0 if one range is enough."""
+        """How many bytes are best hashed in one call of `sha256_leaves_of` or `digests_of`."""
         ...
 
     def sha256_leaves_of(
@@ -49,6 +49,13 @@ class Slab(Protocol):
     ) -> list[bytes]:
         """`sha256_leaves` of each range (offset, bytes), in one go where that is faster; where others would
         wait for the device meanwhile, spread over `spread_s`."""
+        ...
+
+    def digests_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[tuple[int, bytes]]:
+        """`crc32` and `sha256_leaves` of each range (offset, bytes), from one look at the bytes where that
+        is faster; `spread_s` as above."""
         ...
 
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
@@ -80,9 +87,15 @@ class WritableSlab(Protocol):
 
     def read_file(self, fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
         """Read `nbytes` from `fd` at `file_offset` into the slab; return the IEEE CRC32 of the bytes
-        as they were read.  Retries short reads and EINTR.  Raises DriverError on EIO and, with
-        number 0, where the file ends early.  Blocking, without the GIL; safe to call from several
-        threads for disjoint ranges."""
+        as they were read.  What is in the page cache is read from it, the rest past it.  Retries short
+        reads and EINTR.  Raises ReadFailed on EIO and, with number 0, where the file ends early;
+        OutOfMemory where the slab's pages are only allocated now and cannot be.  Blocking, without the
+        GIL; safe to call from several threads for disjoint ranges."""
+        ...
+
+    def read_pieces(self, fd: int, file_offset: int, pieces: Sequence[tuple[int, int]]) -> list[int]:
+        """Read bytes that follow each other in the file from `file_offset` on into several places of the
+        slab (offset, bytes); the CRC32 of each.  As `read_file`."""
         ...
 
     def copy_from(self, slab: Slab) -> None:
@@ -116,6 +129,18 @@ class MemoryBackend(Protocol):
     @property
     def name(self) -> str:
         """`host` or `cuda`; both ends of a handoff must agree on it."""
+        ...
+
+    @property
+    def slab_bytes(self) -> int:
+        """A good size for slabs: large enough that a reader maps few, small enough that the first is verified
+        while others are read."""
+        ...
+
+    @property
+    def slabs_at_once(self) -> int:
+        """How many slabs are best filled side by side: more than one where threads that read into one slab
+        wait for each other."""
         ...
 
     def devices(self) -> tuple[DeviceId, ...]:

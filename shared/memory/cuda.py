@@ -15,22 +15,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, final
 from uuid import uuid4
 
 from shared import _native
-from shared.digest import SHA256_BYTES
 from shared.errors import ConfigError, DriverError, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.backend import Slab
-from shared.memory.native_slab import FillableSlab, ReadableSlab, check_leaf
+from shared.memory.native_slab import FillableSlab, ReadableSlab
 from shared.memory.nvrtc import nvrtc_libraries
 from shared.memory.pool import PIECE_BYTES, Pool
-from shared.memory.ranges import check_range, check_same_size
+from shared.memory.ranges import check_same_size
 from shared.memory.usage import DeviceUsage
 
 if TYPE_CHECKING:
@@ -55,6 +54,9 @@ SLOT_BYTES = 4 << 20
 SLOTS_PER_THREAD = 2
 """One is read into while the other is copied from."""
 
+SLAB_BYTES = 1 << 30
+"""To import and map one takes some 0.2 ms, and it is read in 25 ms."""
+
 BATCH_BYTES = 4 << 30
 """Hashed in one launch: enough leaves for every thread of the device, and a bound on what waits for it."""
 
@@ -69,7 +71,8 @@ class CudaSlab(ReadableSlab[_native.CudaSlab]):
 
     Its digests are computed by kernels over the device's bytes, compiled at the first call (DriverMissing
     without NVRTC).  SHA-256 takes one thread per leaf: one call for many tensors (`sha256_leaves_of`) is
-    far faster than a call for each.
+    far faster than a call for each.  A launch takes some 6 ms however few the leaves are, and processes take
+    turns on a GPU: with `spread_s` there are many of some tenths of a millisecond with pauses between them.
     """
 
     __slots__ = ("_after_close",)
@@ -88,25 +91,6 @@ class CudaSlab(ReadableSlab[_native.CudaSlab]):
     @property
     def batch_bytes(self) -> int:
         return BATCH_BYTES
-
-    def sha256_leaves_of(
-        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
-    ) -> list[bytes]:
-        """The leaves of each range (offset, bytes), as `sha256_leaves` gives them, in one go.
-
-        A launch takes some 6 ms however few the leaves are, and processes take turns on a GPU: with
-        `spread_s` there are many launches of some tenths of a millisecond, with pauses, over that time."""
-        check_leaf(leaf_bytes)
-        for offset_bytes, nbytes in ranges:
-            check_range(self._entry, offset_bytes, nbytes)
-        joined = memoryview(self._native.sha256_leaves_of(list(ranges), leaf_bytes, round(spread_s * 1e9)))
-        leaves = []
-        at = 0
-        for _, nbytes in ranges:
-            size = -(-nbytes // leaf_bytes) * SHA256_BYTES
-            leaves.append(bytes(joined[at : at + size]))
-            at += size
-        return leaves
 
     def close(self) -> None:
         """Give up the fd and this owner's reference; the last one waits for the GPU and the unmapping, and
@@ -181,6 +165,14 @@ class CudaBackend:
     @property
     def name(self) -> str:
         return "cuda"
+
+    @property
+    def slab_bytes(self) -> int:
+        return SLAB_BYTES
+
+    @property
+    def slabs_at_once(self) -> int:
+        return 1
 
     @property
     def used_bytes(self) -> int:

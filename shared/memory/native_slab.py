@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
+from shared.digest import SHA256_BYTES
 from shared.errors import InvalidRequest, InvariantError
 from shared.layout import SlabEntry
 from shared.memory.ranges import check_range
@@ -27,13 +28,19 @@ class _Readable(_Closable, Protocol):
 
     def crc32(self, offset_bytes: int, nbytes: int) -> int: ...
 
-    def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes: ...
+    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int) -> bytes: ...
+
+    def digests_of(
+        self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int
+    ) -> tuple[list[int], bytes]: ...
 
     def view(self, offset_bytes: int, nbytes: int) -> Any: ...
 
 
 class _Writable(_Closable, Protocol):
     def read_file(self, borrow_fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int: ...
+
+    def read_pieces(self, borrow_fd: int, file_offset: int, pieces: list[tuple[int, int]]) -> list[int]: ...
 
 
 Closable = TypeVar("Closable", bound=_Closable)
@@ -84,9 +91,21 @@ class ReadableSlab(NativeOwner[Readable]):
         return self._native.crc32(offset_bytes, nbytes)
 
     def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
-        check_range(self._entry, offset_bytes, nbytes)
-        check_leaf(leaf_bytes)
-        return self._native.sha256_leaves(offset_bytes, nbytes, leaf_bytes)
+        return self.sha256_leaves_of([(offset_bytes, nbytes)], leaf_bytes)[0]
+
+    def sha256_leaves_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[bytes]:
+        self._check_ranges(ranges, leaf_bytes)
+        leaves = self._native.sha256_leaves_of(list(ranges), leaf_bytes, round(spread_s * 1e9))
+        return _cut(leaves, ranges, leaf_bytes)
+
+    def digests_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[tuple[int, bytes]]:
+        self._check_ranges(ranges, leaf_bytes)
+        crcs, leaves = self._native.digests_of(list(ranges), leaf_bytes, round(spread_s * 1e9))
+        return list(zip(crcs, _cut(leaves, ranges, leaf_bytes), strict=True))
 
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         # Here, not above: loaderd moves weights and never looks at them, so it needs no torch.
@@ -101,6 +120,12 @@ class ReadableSlab(NativeOwner[Readable]):
         check_range(self._entry, offset_bytes, nbytes)
         return typed_view(from_dlpack(self._native.view(offset_bytes, nbytes)), dtype, shape)
 
+    def _check_ranges(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> None:
+        if leaf_bytes <= 0:
+            raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
+        for offset_bytes, nbytes in ranges:
+            check_range(self._entry, offset_bytes, nbytes)
+
 
 class FillableSlab(NativeOwner[Writable]):
     """The common part of `backend.WritableSlab`."""
@@ -109,13 +134,28 @@ class FillableSlab(NativeOwner[Writable]):
 
     def read_file(self, fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int:
         """A copy to a device may be under way when it returns; `seal` waits for it."""
-        check_range(self._entry, offset_bytes, nbytes)
-        if file_offset < 0:
-            raise InvariantError(f"a file has no byte {file_offset}")
+        self._check_read(file_offset, [(offset_bytes, nbytes)])
         return self._native.read_file(fd, file_offset, offset_bytes, nbytes)
 
+    def read_pieces(self, fd: int, file_offset: int, pieces: Sequence[tuple[int, int]]) -> list[int]:
+        """As `read_file`."""
+        self._check_read(file_offset, pieces)
+        return self._native.read_pieces(fd, file_offset, list(pieces))
 
-def check_leaf(leaf_bytes: int) -> None:
-    """Raise InvariantError for a leaf size that is none."""
-    if leaf_bytes <= 0:
-        raise InvariantError(f"a leaf cannot have {leaf_bytes} bytes")
+    def _check_read(self, file_offset: int, pieces: Sequence[tuple[int, int]]) -> None:
+        if file_offset < 0:
+            raise InvariantError(f"a file has no byte {file_offset}")
+        for offset_bytes, nbytes in pieces:
+            check_range(self._entry, offset_bytes, nbytes)
+
+
+def _cut(leaves: bytes, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
+    """The leaves of each range, of those of all ranges in a row."""
+    joined = memoryview(leaves)
+    cut = []
+    at = 0
+    for _, nbytes in ranges:
+        size = -(-nbytes // leaf_bytes) * SHA256_BYTES
+        cut.append(bytes(joined[at : at + size]))
+        at += size
+    return cut

@@ -138,6 +138,14 @@ def digests(slab: CudaSlab, repeats: int) -> Iterator[Figure]:
         lambda: slab.sha256_leaves_of(ranges, 256 << 10),
         nbytes,
     )
+    # What a load waits for after the last byte of its last slab.
+    last = ranges[: max(1, min(len(ranges), GIB // part))]
+    yield measure(
+        "crc32 and sha256 of one slab's tensors",
+        repeats,
+        lambda: slab.digests_of(last, 256 << 10),
+        part * len(last),
+    )
     for threads in (1, 8):
         with ThreadPoolExecutor(threads) as pool:
 

@@ -8,11 +8,13 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
+from loaderd import loading
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.crew import Crew
 from loaderd.filling import Filling
 from loaderd.load_request import LoadProgress, LoadRequest
-from loaderd.loading import READERS, load_and_verify
+from loaderd.loading import load_and_verify
+from loaderd.placement import PlacementRules
 from loaderd.plan import Candidate, DeviceMemory, Plan, plan_push
 from loaderd.residents import Residents
 from loaderd.seal.check import check_against
@@ -75,6 +77,21 @@ def load(folder: Path, device: str, setting: Setting) -> Resident:
     return Resident(tensors, close, {"open_s": opened - started, "load_s": loaded - opened})
 
 
+def load_once(folder: Path, backend: MemoryBackend, *, verified: bool) -> tuple[float, int]:
+    """Load once into new slabs and free them; seconds of the load, without its plan, and bytes."""
+    with open_directory(folder) as checkpoint:
+        request = _request(checkpoint, None, _plan(checkpoint, None, backend), backend)
+        began = time.perf_counter()
+        if verified:
+            slabs = load_and_verify(request, backend, LoadProgress(), threading.Event()).new_slabs
+        else:
+            slabs = _fill(request, backend)
+        seconds = time.perf_counter() - began
+    for slab in slabs:
+        slab.close()
+    return seconds, request.placement.bytes_to_read
+
+
 def _plan(checkpoint: Checkpoint, seal: Seal | None, backend: MemoryBackend) -> Plan:
     candidate = Candidate(
         name=str(_REF),
@@ -85,7 +102,8 @@ def _plan(checkpoint: Checkpoint, seal: Seal | None, backend: MemoryBackend) -> 
     )
     device = backend.devices()[0]
     memory = {device: DeviceMemory(backend.free_bytes(device))}
-    plan = plan_push(candidate, None, Residents(), memory)
+    rules = PlacementRules(slab_bytes=backend.slab_bytes)
+    plan = plan_push(candidate, None, Residents(), memory, rules=rules)
     if plan.verdict != "hot":
         raise ValueError("; ".join(plan.reasons))
     return plan
@@ -99,8 +117,8 @@ def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:
     """The reading of a load alone, on as many threads: what the daemon never offers to anyone."""
     with ExitStack() as undo:
         filling = Filling(request, backend, LoadProgress(), Gate(), lambda filled, slab: None, undo)
-        with Crew(threading.Event(), READERS) as crew:
-            crew.wait(crew.start(READERS, lambda: filling.read(crew)))
+        with Crew(threading.Event(), loading.READERS) as crew:
+            crew.wait(crew.start(loading.READERS, lambda: filling.read(crew)))
             crew.check()
         slabs = filling.slabs
         undo.pop_all()

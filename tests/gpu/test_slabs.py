@@ -8,6 +8,7 @@ import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from shared.memory.cuda import CudaBackend
 from shared.memory.remapped_region import RemappedRegion
 from tests.gpu.driver_calls import memset
 from tests.gpu.slabs import STEP_BYTES, make_data, sealed
+from tests.support.cold_files import make_cold
 
 
 def test_devices_are_full_uuids_in_torchs_order(backend: CudaBackend) -> None:
@@ -56,6 +58,38 @@ def test_nobody_can_write_after_seal(backend: CudaBackend, gpu: DeviceId) -> Non
         with backend.import_slab(slab.entry, os.dup(slab.borrow_fd())) as copy:
             assert memset(ordinal, copy.tensor(0, "U8", (1,)).data_ptr(), 16) != 0
         assert slab.crc32(0, 4096) == zlib.crc32(data)
+
+
+def test_cold_files_are_read_past_the_page_cache(gpu: DeviceId, tmp_path: Path) -> None:
+    """Direct reads into pinned slots, whose pages are the driver's; where they are refused, the bytes must be
+    right all the same."""
+    data = make_data((9 << 20) + 12345)
+    path = tmp_path / "weights"
+    path.write_bytes(data)
+    backend = CudaBackend(slot_bytes=1 << 20, slots_per_thread=2)
+    with path.open("rb") as file, backend.create_slab(gpu, len(data)) as writable:
+        for start, nbytes in ((0, len(data)), (777, 5 << 20), (len(data) - 3, 3)):
+            make_cold(path)
+            assert writable.read_file(file.fileno(), start, start, nbytes) == zlib.crc32(
+                data[start : start + nbytes]
+            )
+        make_cold(path)
+        pieces = [(4096, 1 << 20), (0, 100), (4 << 20, 3 << 20)]
+        crcs = writable.read_pieces(file.fileno(), 1, pieces)
+        with writable.seal() as slab:
+            for (offset, nbytes), crc in zip(pieces, crcs, strict=True):
+                assert slab.crc32(offset, nbytes) == crc
+
+
+def test_both_digests_come_side_by_side(backend: CudaBackend) -> None:
+    data = make_data((3 << 20) + 77)
+    ranges = [(0, len(data)), (16, 1 << 20), (5, 0), (4096, 100)]
+    with sealed(backend, data) as slab, ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: slab.digests_of(ranges, 64 << 10), range(8)):
+            for (offset, nbytes), (crc, leaves) in zip(ranges, found, strict=True):
+                piece = data[offset : offset + nbytes]
+                assert crc == zlib.crc32(piece)
+                assert leaves == _native.sha256_leaves(piece, 64 << 10)
 
 
 def test_threads_fill_disjoint_ranges(gpu: DeviceId) -> None:

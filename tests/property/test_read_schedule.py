@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 import zlib
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderd.checkpoint.header import TensorSource
-from loaderd.placement import PlacementRules, ReadExtent, Residents, place
-from loaderd.read_schedule import ReadSchedule
+from loaderd.placement import Placement, PlacementRules, ReadExtent, Residents, place
+from loaderd.read_schedule import ReadRun, ReadSchedule, read_runs
 from shared._native import crc32_combine
 from shared.errors import InvariantError
 from tests.property.test_plan_placement import SETTINGS, Version, rule_sets, versions
+
+
+def in_files(extent: ReadExtent) -> tuple[str, int]:
+    return extent.file, extent.file_offset
 
 
 def content(extent: ReadExtent) -> bytes:
@@ -23,44 +28,75 @@ def content(extent: ReadExtent) -> bytes:
 
 
 @SETTINGS
-@given(versions(), rule_sets, st.integers(1, 5), st.randoms(use_true_random=False))
+@given(
+    versions(),
+    rule_sets,
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from([1, 300, 1 << 20]),
+    st.randoms(use_true_random=False),
+)
 def test_slabs_complete_one_by_one_with_the_checksums_of_their_tensors(
-    version: Version, rules: PlacementRules, readers: int, chance: random.Random
+    version: Version, rules: PlacementRules, readers: int, at_once: int, run_bytes: int, chance: random.Random
 ) -> None:
     placement = place(version.tensors, version.digests, Residents(), rules)
     expected: dict[str, int] = {}
     for extent in placement.reads:
         expected[extent.tensor] = zlib.crc32(content(extent), expected.get(extent.tensor, 0))
-    schedule = ReadSchedule(placement, crc32_combine)
-    under_way: list[ReadExtent] = []
-    taken: list[ReadExtent] = []
+    schedule = ReadSchedule(placement, crc32_combine, run_bytes=run_bytes, slabs_at_once=at_once)
+    under_way: list[tuple[int, ReadRun]] = []
+    taken: list[ReadRun] = []
     left = [sum(extent.slab == slab for extent in placement.reads) for slab in range(len(placement.slabs))]
     found: dict[str, int] = {}
     completed: list[int] = []
     while True:
-        while len(under_way) < readers and (extent := schedule.take()) is not None:
-            under_way.append(extent)
-            taken.append(extent)
+        while len(under_way) < readers and (work := schedule.take()) is not None:
+            under_way.append(work)
+            taken.append(work[1])
+            assert len({run.slab for run in taken} - set(completed)) <= at_once + readers
         if not under_way:
             break
-        extent = under_way.pop(chance.randrange(len(under_way)))
-        left[extent.slab] -= 1
-        filled = schedule.finish(extent, zlib.crc32(content(extent)))
-        assert (filled is not None) == (left[extent.slab] == 0)
+        number, run = under_way.pop(chance.randrange(len(under_way)))
+        left[run.slab] -= len(run.extents)
+        filled = schedule.finish(number, run, [zlib.crc32(content(extent)) for extent in run.extents])
+        assert (filled is not None) == (left[run.slab] == 0)
         if filled is not None:
             completed.append(filled.index)
             found.update(filled.crcs)
     assert sorted(completed) == list(range(len(placement.slabs)))
     assert found == expected
-    assert taken == sorted(placement.reads, key=lambda read: (read.slab, read.file, read.file_offset))
+    for run in taken:
+        assert run.nbytes <= run_bytes or len(run.extents) == 1
+        assert all(a.file_offset + a.nbytes == b.file_offset for a, b in pairwise(run.extents))
+        assert {(extent.file, extent.slab) for extent in run.extents} == {(run.file, run.slab)}
+    assert sorted(placement.reads, key=in_files) == sorted(
+        (e for run in taken for e in run.extents), key=in_files
+    )
 
 
-def test_an_extent_is_finished_once() -> None:
-    tensor = TensorSource("w", "U8", (150,), 150, "a", 8)
-    placement = place([tensor], {}, Residents(), PlacementRules(read_bytes=100))
-    schedule = ReadSchedule(placement, crc32_combine)
-    extent = schedule.take()
-    assert extent is not None
-    assert schedule.finish(extent, 1) is None
+def small(nbytes: int, extent_bytes: int = 100) -> Placement:
+    """One tensor in extents."""
+    tensor = TensorSource("w", "U8", (nbytes,), nbytes, "a", 8)
+    return place([tensor], {}, Residents(), PlacementRules(read_bytes=extent_bytes))
+
+
+def test_a_run_is_finished_once() -> None:
+    schedule = ReadSchedule(small(150), crc32_combine, run_bytes=100)
+    work = schedule.take()
+    assert work is not None
+    assert schedule.finish(*work, [1]) is None
     with pytest.raises(InvariantError, match="read twice"):
-        schedule.finish(extent, 1)
+        schedule.finish(*work, [1])
+
+
+def test_readers_spread_over_slabs() -> None:
+    tensors = [TensorSource(name, "U8", (400,), 400, "a", 8 + 400 * i) for i, name in enumerate("abc")]
+    placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=400, read_bytes=100))
+    schedule = ReadSchedule(placement, crc32_combine, run_bytes=100, slabs_at_once=2)
+    order = [work[1].slab for _ in range(4) if (work := schedule.take())]
+    assert order == [0, 1, 0, 1]
+
+
+def test_a_byte_belongs_to_the_extent_that_has_it() -> None:
+    (run,) = read_runs(small(250).reads, 1000)
+    assert [run.extent_at(byte).file_offset for byte in (8, 107, 108, 257, 258)] == [8, 8, 108, 208, 8]

@@ -39,14 +39,16 @@ void checksums_agree(std::span<const std::byte> bytes) {
 }
 
 void digests_agree(std::span<const std::byte> bytes) {
-  if (!is_available(ShaIsa::shani)) return;
-  CHECK(sha256(bytes, ShaIsa::shani) == sha256(bytes, ShaIsa::portable));
-  for (const std::uint64_t leaf : {1, 55, 56, 63, 64, 65, 200}) {
-    std::vector<std::byte> one(leaf_count(bytes.size(), leaf) * kSha256Bytes);
-    std::vector<std::byte> other(one.size());
-    sha256_leaves(bytes, leaf, one, ShaIsa::shani);
-    sha256_leaves(bytes, leaf, other, ShaIsa::portable);
-    CHECK(one == other);
+  for (const ShaIsa isa : {ShaIsa::shani, ShaIsa::avx512}) {
+    if (!is_available(isa)) continue;
+    CHECK(sha256(bytes, isa) == sha256(bytes, ShaIsa::portable));
+    for (const std::uint64_t leaf : {1, 20, 41, 55, 56, 63, 64, 65, 200}) {
+      std::vector<std::byte> one(leaf_count(bytes.size(), leaf) * kSha256Bytes);
+      std::vector<std::byte> other(one.size());
+      sha256_leaves(bytes, leaf, one, isa);
+      sha256_leaves(bytes, leaf, other, ShaIsa::portable);
+      CHECK(one == other);
+    }
   }
 }
 

@@ -24,7 +24,7 @@ using namespace changeover::stress;
 
 namespace {
 
-constexpr std::uint64_t kSlabBytes = std::uint64_t{20} << 20;  // more than one step of allocation
+constexpr std::uint64_t kSlabBytes = std::uint64_t{52} << 20;  // more than one block of pages
 
 class File {
  public:
@@ -92,30 +92,62 @@ void read_errors_name_the_call() {
   CHECK_THROWS(slab->read_file(file.fd.borrow(), ~std::uint64_t{0}, 0, 2), Misuse);
 }
 
-void allocation_failure_leaves_nothing_behind() {
+void pages_that_cannot_be_had_are_an_error_of_who_fills() {
   const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(4096);
   const std::size_t before = open_fds();
-  int calls = 0;
+  int interrupted = 0;
   fake_fallocate = [&](int fd, int mode, off_t offset, off_t nbytes) -> int {
-    if (++calls == 1) {
+    if (++interrupted == 1) {
       errno = EINTR;
       return -1;
     }
-    if (offset == 0) return real_fallocate(fd, mode, offset, nbytes);
+    if (offset < off_t{32} << 20) return real_fallocate(fd, mode, offset, nbytes);
     errno = ENOSPC;
     return -1;
   };
-  try {
-    WritableHostSlab::create(*budget, "slab", kSlabBytes);
-    CHECK(!"pages that cannot be had are an error");
-  } catch (const SystemError& error) {
-    CHECK(error.call() == "fallocate" && error.number() == ENOSPC);
-  }
+  const auto fails = [](const auto& call) {
+    try {
+      call();
+      CHECK(!"pages that cannot be had are an error");
+    } catch (const SystemError& error) {
+      CHECK(error.call() == "fallocate" && error.number() == ENOSPC);
+    }
+  };
+  const auto slab = WritableHostSlab::create(*budget, "slab", kSlabBytes);
+  CHECK(slab->missing_bytes() == kSlabBytes);
+  CHECK(slab->read_file(file.fd.borrow(), 0, 0, 4096) == file.crc(0, 4096));
+  CHECK(slab->missing_bytes() == kSlabBytes - (std::uint64_t{32} << 20));
+  // Nothing is lost: whoever comes next asks again.
+  for (int i = 0; i < 2; ++i) fails([&] { slab->read_file(file.fd.borrow(), 0, kSlabBytes - 4096, 4096); });
+  CHECK(slab->read_file(file.fd.borrow(), 0, 4096, 4096) == file.crc(0, 4096));
+  fails([&] { slab->seal(); });
   fake_fallocate = nullptr;
-  CHECK(calls == 3 && open_fds() == before && budget->used_bytes() == 0);
+  CHECK(interrupted > 1 && !slab->is_open());
+  CHECK(open_fds() == before && budget->used_bytes() == 0);
   // The id is free again.
   WritableHostSlab::create(*budget, "slab", 4096)->close();
   CHECK(open_fds() == before && budget->used_bytes() == 0);
+}
+
+void threads_take_pages_together() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(1 << 20);
+  const auto slab = WritableHostSlab::create(*budget, "slab", kSlabBytes);
+  {
+    std::vector<std::jthread> readers;
+    for (std::uint64_t part = 0; part < 8; ++part) {  // over the border of two blocks
+      readers.emplace_back([&, part] {
+        const std::uint64_t offset = (std::uint64_t{28} << 20) + (part << 20);
+        CHECK(slab->read_file(file.fd.borrow(), 0, offset, 1 << 20) == file.crc(0, 1 << 20));
+      });
+    }
+  }
+  CHECK(slab->missing_bytes() == 0);
+  const auto sealed = slab->seal();
+  for (std::uint64_t part = 0; part < 8; ++part) {
+    CHECK(sealed->crc32((std::uint64_t{28} << 20) + (part << 20), 1 << 20) == file.crc(0, 1 << 20));
+  }
 }
 
 void a_read_under_way_keeps_seal_away_and_survives_close() {
@@ -190,7 +222,8 @@ void readers_race_with_close() {
 int main() {
   reads_survive_interrupts_and_short_answers();
   read_errors_name_the_call();
-  allocation_failure_leaves_nothing_behind();
+  pages_that_cannot_be_had_are_an_error_of_who_fills();
+  threads_take_pages_together();
   a_read_under_way_keeps_seal_away_and_survives_close();
   readers_race_with_close();
 }

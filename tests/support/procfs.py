@@ -79,6 +79,14 @@ def weight_pss(pids: Iterable[int]) -> int:
     return sum(mapping.pss_bytes for pid in pids for mapping in weight_mappings(pid))
 
 
+def anonymous_bytes(pid: int) -> int:
+    """Resident memory of a process that is of no file and not shared."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"the kernel says nothing of process {pid}")
+
+
 def private_bytes(pid: int) -> int:
     """Memory that only this process has, from its smaps_rollup."""
     total = 0

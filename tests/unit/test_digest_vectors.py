@@ -32,6 +32,9 @@ CONTENTS = {
     "262,144 zero bytes": bytes(LEAF_BYTES),
     "262,145 zero bytes": bytes(LEAF_BYTES + 1),
     "`i mod 251` for `i` in 0…1,000,000 (1,000,001 bytes)": bytes(i % 251 for i in range(1_000_001)),
+    "`i mod 251` for `i` in 0…4,999,999 (5,000,000 bytes: 20 leaves)": bytes(
+        i % 251 for i in range(5_000_000)
+    ),
 }
 
 

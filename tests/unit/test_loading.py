@@ -18,7 +18,14 @@ from loaderd.placement import PlacementRules, place
 from loaderd.residents import Residents
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
-from shared.errors import CheckpointError, DigestMismatch, DriverError, OutOfMemory, Superseded
+from shared.errors import (
+    CheckpointError,
+    DigestMismatch,
+    DriverError,
+    OutOfMemory,
+    ReadFailed,
+    Superseded,
+)
 from shared.gate import Pacer
 from shared.ids import HOST_DEVICE, SlabId, VersionRef
 from shared.resident import check_identity
@@ -28,10 +35,16 @@ REF = VersionRef("toy", "v1")
 RULES = PlacementRules(slab_bytes=256 << 10, read_bytes=64 << 10, granularity_bytes=4096)
 
 
+@pytest.fixture(autouse=True)
+def _runs_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaderd.filling.RUN_BYTES", RULES.read_bytes)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     random = np.random.default_rng(7)
     tensors = {f"layer.{i}.w": random.random((64, 300 + i), dtype=np.float32) for i in range(6)}
+    tensors["large"] = random.random((150, 1001), dtype=np.float32)  # more than one leaf
     tensors["scalar"] = np.array(3.0, dtype=np.float32)
     tensors["empty"] = np.zeros((0, 4), dtype=np.float32)
     tensors["twin"] = tensors["layer.0.w"].copy()
@@ -125,7 +138,10 @@ def test_a_flipped_byte_is_named_by_file_tensor_and_leaf(folder: Path, backend: 
 def test_whatever_fails_nothing_stays_allocated(
     folder: Path, backend: FakeBackend, operation: str, nth: int
 ) -> None:
-    backend.fail(operation, DriverError("pread", 5, "Input/output error"), nth=nth)  # type: ignore[arg-type]
+    error = DriverError("call", 5, "Input/output error")
+    if operation == "read":
+        error = ReadFailed("pread", 5, "Input/output error", 1000)
+    backend.fail(operation, error, nth=nth)  # type: ignore[arg-type]
     expected = CheckpointError if operation == "read" else DriverError
     with open_directory(folder) as checkpoint, pytest.raises(expected, match="Input/output error") as caught:
         _load(checkpoint, backend)

@@ -21,7 +21,14 @@ from loaderd.replication import replicate
 from loaderd.residents import Residents
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import read_seal
-from shared.errors import ChangeoverError, CheckpointError, DigestMismatch, DriverError, OutOfMemory
+from shared.errors import (
+    ChangeoverError,
+    CheckpointError,
+    DigestMismatch,
+    DriverError,
+    OutOfMemory,
+    ReadFailed,
+)
 from shared.gate import Gate
 from shared.ids import DeviceId, VersionRef
 from shared.memory.backend import Slab
@@ -100,7 +107,10 @@ def test_every_copy_is_the_version(folder: Path, backend: FakeBackend) -> None:
 def test_whatever_fails_nothing_stays_on_any_device(
     folder: Path, backend: FakeBackend, operation: str, nth: int
 ) -> None:
-    backend.fail(operation, DriverError("driver", 5, "Input/output error"), nth=nth)  # type: ignore[arg-type]
+    error = DriverError("driver", 5, "Input/output error")
+    if operation == "read":
+        error = ReadFailed("pread", 5, "Input/output error", 1000)
+    backend.fail(operation, error, nth=nth)  # type: ignore[arg-type]
     expected = CheckpointError if operation == "read" else DriverError
     with pytest.raises(expected, match="Input/output error"):
         _load(folder, backend)

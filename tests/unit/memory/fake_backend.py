@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from shared.errors import (
     ChangeoverError,
-    DriverError,
     InvalidRequest,
     InvariantError,
     OutOfMemory,
     ProtocolError,
+    ReadFailed,
 )
 from shared.ids import HOST_DEVICE, DeviceId, SlabId
 from shared.layout import SlabEntry
@@ -141,6 +141,15 @@ class FakeSlab:
         del spread_s
         return [self.sha256_leaves(offset, nbytes, leaf_bytes) for offset, nbytes in ranges]
 
+    def digests_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[tuple[int, bytes]]:
+        del spread_s
+        return [
+            (self.crc32(offset, nbytes), self.sha256_leaves(offset, nbytes, leaf_bytes))
+            for offset, nbytes in ranges
+        ]
+
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         import torch
 
@@ -215,13 +224,21 @@ class FakeWritableSlab:
         try:
             data = os.pread(fd, nbytes, file_offset)
         except OSError as error:
-            raise DriverError("pread", error.errno or 0, error.strerror or "") from error
+            raise ReadFailed("pread", error.errno or 0, error.strerror or "", file_offset) from error
         if len(data) < nbytes:
-            raise DriverError("pread", 0, f"the file ends at byte {file_offset + len(data)}")
+            end = file_offset + len(data)
+            raise ReadFailed("pread", 0, f"the file ends at byte {end}", end)
         self._data[offset_bytes : offset_bytes + nbytes] = data
         with self._backend.memory.lock:
             self._backend.read_bytes += nbytes
         return zlib.crc32(data)
+
+    def read_pieces(self, fd: int, file_offset: int, pieces: Sequence[tuple[int, int]]) -> list[int]:
+        crcs = []
+        for offset_bytes, nbytes in pieces:
+            crcs.append(self.read_file(fd, file_offset, offset_bytes, nbytes))
+            file_offset += nbytes
+        return crcs
 
     def copy_from(self, slab: Slab) -> None:
         self._check_open("copied into")
@@ -279,6 +296,14 @@ class FakeBackend:
     @property
     def name(self) -> str:
         return "host"
+
+    @property
+    def slab_bytes(self) -> int:
+        return 1 << 20
+
+    @property
+    def slabs_at_once(self) -> int:
+        return 1
 
     def fail(self, operation: Operation, error: ChangeoverError, *, nth: int = 1) -> None:
         """Let the `nth` call of `operation` from now on raise `error` and do nothing else."""

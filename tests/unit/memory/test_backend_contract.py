@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.errors import DriverError, InvalidRequest, InvariantError, OutOfMemory, ProtocolError
+from shared.errors import (
+    DriverError,
+    InvalidRequest,
+    InvariantError,
+    OutOfMemory,
+    ProtocolError,
+    ReadFailed,
+)
 from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.backend import MemoryBackend, Slab
@@ -101,6 +108,21 @@ def test_what_is_read_is_what_is_resident(pair: Pair, data_fd: int) -> None:
         assert slab.crc32(SLAB_BYTES, 0) == 0
 
 
+def test_neighbours_in_a_file_are_read_at_once_to_several_places(pair: Pair, data_fd: int) -> None:
+    pieces = [(4096, 100), (0, 0), (512, 3000), (2 << 20, 1 << 20)]
+    starts = [77, 177, 177, 3177]
+    parts = [DATA[start : start + nbytes] for start, (_, nbytes) in zip(starts, pieces, strict=True)]
+    with pair.writer.create_slab(pair.device, SLAB_BYTES) as writable:
+        assert writable.read_pieces(data_fd, 77, pieces) == [zlib.crc32(part) for part in parts]
+        assert writable.read_pieces(data_fd, 0, []) == []
+        with pytest.raises(InvariantError):
+            writable.read_pieces(data_fd, 0, [(0, 1), (SLAB_BYTES, 1)])
+        slab = writable.seal()
+    with slab:
+        for (offset, nbytes), part in zip(pieces, parts, strict=True):
+            assert slab.crc32(offset, nbytes) == zlib.crc32(part)
+
+
 def test_ids_are_unique(pair: Pair) -> None:
     with pair.sealed() as one, pair.sealed() as other:
         assert one.entry.slab_id != other.entry.slab_id
@@ -111,6 +133,8 @@ def test_a_file_that_ends_early_is_an_error_without_number(pair: Pair, data_fd: 
         with pytest.raises(DriverError) as caught:
             writable.read_file(data_fd, 1, 0, SLAB_BYTES)
         assert (caught.value.call, caught.value.number) == ("pread", 0)
+        assert isinstance(caught.value, ReadFailed)
+        assert 0 < caught.value.byte <= SLAB_BYTES
         writable.read_file(data_fd, 0, 0, SLAB_BYTES)  # nothing is lost
 
 
@@ -126,6 +150,8 @@ def test_a_failed_read_names_call_and_number(pair: Pair) -> None:
     finally:
         os.close(fd)
     assert (caught.value.call, caught.value.number) == ("pread", errno.EIO)
+    assert isinstance(caught.value, ReadFailed)
+    assert caught.value.byte == 0
 
 
 @pytest.mark.parametrize(
@@ -159,6 +185,19 @@ def test_leaves_are_hashed_one_by_one(pair: Pair, offset: int, nbytes: int, leaf
     expected = b"".join(hashlib.sha256(data[at : at + leaf]).digest() for at in range(0, nbytes, leaf))
     with pair.sealed() as slab:
         assert slab.sha256_leaves(offset, nbytes, leaf) == expected
+
+
+def test_both_digests_of_several_ranges_come_in_one_call(pair: Pair) -> None:
+    ranges = [(256, 9000), (0, 0), (1, 1), (SLAB_BYTES - 7, 7), (4096, 2 << 20)]
+    with pair.sealed() as slab:
+        found = slab.digests_of(ranges, 4096)
+        for (offset, nbytes), (crc, leaves) in zip(ranges, found, strict=True):
+            assert crc == zlib.crc32(DATA[offset : offset + nbytes])
+            assert leaves == slab.sha256_leaves(offset, nbytes, 4096)
+        assert slab.sha256_leaves_of(ranges, 4096) == [leaves for _, leaves in found]
+        assert slab.digests_of([], 4096) == []
+        with pytest.raises(InvariantError):
+            slab.digests_of([(0, 1), (SLAB_BYTES, 1)], 4096)
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, SLAB_BYTES + 1), (-1, 1), (SLAB_BYTES, 1), (2**64, 0)])

@@ -14,7 +14,10 @@ import sys
 import threading
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -22,7 +25,7 @@ from shared import _native
 from shared.errors import DriverError, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import HOST_DEVICE, SlabId
 from shared.layout import SlabEntry
-from shared.memory.host import HostBackend, HostSlab
+from shared.memory.host import HostBackend, HostSlab, Promises, WritableHostSlab
 
 from .resources import slab_fds, slab_mappings
 
@@ -323,16 +326,38 @@ def test_the_machines_memory_bounds_a_backend_without_limit(monkeypatch: pytest.
     assert caught.value.facts["free_bytes"] == 10 * PAGE
 
 
+def test_memory_is_promised_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.memory.host.available_bytes", lambda: 10 * PAGE)
+    backend = HostBackend()
+    with backend.create_slab(HOST_DEVICE, 7 * PAGE) as writable:
+        assert backend.free_bytes(HOST_DEVICE) == 3 * PAGE, "none of its pages exists yet"
+        with pytest.raises(OutOfMemory):
+            backend.create_slab(HOST_DEVICE, 4 * PAGE)
+        with writable.seal():
+            assert backend.free_bytes(HOST_DEVICE) == 10 * PAGE, "now the machine counts them"
+    with backend.create_slab(HOST_DEVICE, 7 * PAGE):
+        pass
+    assert backend.free_bytes(HOST_DEVICE) == 10 * PAGE
+
+
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENOSPC])
-def test_pages_that_the_kernel_has_not_are_out_of_memory(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def create(budget: object, slab_id: str, nbytes: int) -> None:
+@pytest.mark.parametrize("call", ["read_file", "read_pieces", "seal"])
+def test_pages_that_the_kernel_has_not_are_out_of_memory(number: int, call: str) -> None:
+    def fail(*_: object) -> None:
         raise DriverError("fallocate", number, "no memory")
 
-    monkeypatch.setattr(_native, "create_host_slab", create)
+    native = SimpleNamespace(
+        read_file=fail, read_pieces=fail, seal=fail, missing_bytes=PAGE, is_open=True, close=lambda: None
+    )
+    entry = SlabEntry(SlabId("full"), HOST_DEVICE, PAGE)
+    slab = WritableHostSlab(entry, cast(_native.WritableHostSlab, native), Promises())
+    calls: dict[str, Callable[[], object]] = {
+        "read_file": lambda: slab.read_file(0, 0, 0, PAGE),
+        "read_pieces": lambda: slab.read_pieces(0, 0, [(0, PAGE)]),
+        "seal": slab.seal,
+    }
     with pytest.raises(OutOfMemory) as caught:
-        HostBackend().create_slab(HOST_DEVICE, PAGE)
+        calls[call]()
     assert caught.value.facts["needed_bytes"] == PAGE
 
 
@@ -349,8 +374,24 @@ def test_other_failures_of_the_kernel_keep_call_and_number() -> None:
     assert budget.used_bytes == 0
 
 
-def test_every_page_exists_before_it_is_written() -> None:
-    with HostBackend().create_slab(HOST_DEVICE, 40 * PAGE + 1):
+def test_every_page_of_a_sealed_slab_exists_also_where_nothing_was_read() -> None:
+    nbytes = (40 << 20) + PAGE + 1  # more than one block, and not in whole huge pages
+    with HostBackend().create_slab(HOST_DEVICE, nbytes) as writable, writable.seal() as slab:
+        info = os.fstat(slab.borrow_fd())
+        assert info.st_blocks * 512 >= nbytes
+        assert info.st_size == nbytes
+        assert slab.crc32(0, nbytes) == zlib.crc32(bytes(nbytes))
+
+
+def test_pages_are_taken_as_a_slab_is_filled() -> None:
+    with HostBackend().create_slab(HOST_DEVICE, 96 << 20) as writable:
         (fd,) = slab_fds()
-        assert os.fstat(fd).st_blocks * 512 >= 40 * PAGE + 1
-        assert os.fstat(fd).st_size == 40 * PAGE + 1
+        assert os.fstat(fd).st_blocks == 0
+        with Path("/proc/self/exe").open("rb") as file:
+            writable.read_file(file.fileno(), 0, 40 << 20, PAGE)
+        assert PAGE <= os.fstat(fd).st_blocks * 512 <= 32 << 20
+
+
+def test_slabs_are_mapped_where_huge_pages_fit() -> None:
+    with sealed(HostBackend()) as slab:
+        assert slab.tensor(0, "U8", (1,)).data_ptr() % (2 << 20) == 0
