@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from loaderd.checkpoint.checkpoint import open_directory
 from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import Loaded, load_and_verify
 from loaderd.placement import PlacementRules, place
+from loaderd.read_schedule import FilledSlab
 from loaderd.replication import replicate
 from loaderd.residents import Residents
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import read_seal
+from loaderd.verification import Verification
 from shared.errors import (
     ChangeoverError,
     CheckpointError,
@@ -100,6 +103,39 @@ def test_every_copy_is_the_version(folder: Path, backend: FakeBackend) -> None:
     assert loaded.bytes_replicated == 2 * sum(slab.nbytes for slab in first.layout.slabs)
     assert backend.memory.used[A] == backend.memory.used[B] == backend.memory.used[C]
     _close(loaded.new_slabs)
+
+
+def test_the_parts_of_a_large_tensor_are_put_together_on_each_device_alone(
+    tmp_path: Path, backend: FakeBackend
+) -> None:
+    """The parts of two copies put together would hide what is damaged in one."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    weights = np.random.default_rng(3).random((150, 1024), dtype=np.float32)  # three leaves, hashed apart
+    save_file({"w": weights}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    seal_directory(folder)
+    with open_directory(folder) as checkpoint, ExitStack() as slabs:
+        assert checkpoint.seal_bytes is not None
+        seal = read_seal(checkpoint.seal_bytes)
+        placement = place(checkpoint.tensors, seal.tensor_digests, Residents(), RULES)
+        request = LoadRequest(REF, checkpoint, seal, placement, (), (A, B))
+        verification = Verification(request, LoadProgress())
+        raw = weights.tobytes()
+        on: dict[DeviceId, Slab] = {}
+        for device in (A, B):
+            with backend.create_slab(device, placement.slabs[0]) as writable:
+                writable._data[: len(raw)] = raw
+                if device == B:
+                    writable._data[5] ^= 1
+                on[device] = slabs.enter_context(writable.seal())
+        filled = FilledSlab(0, {"w": zlib.crc32(raw)})
+        parts = {device: verification.batches(0, slab) for device, slab in on.items()}
+        assert [len(batches) for batches in parts.values()] == [3, 3]
+        for device, part in ((B, 0), (A, 0), (A, 1), (A, 2), (B, 1)):
+            verification.check(filled, on[device], parts[device][part])
+        with pytest.raises(DigestMismatch, match=f"on {B}"):
+            verification.check(filled, on[B], parts[B][2])
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
