@@ -47,12 +47,12 @@ class Verification:
                 self._known[place] = (shared[name], request.seal.tensors[name].digest)
         progress.add_verified(sum(place[2] for place in self._known))
 
-    def batches(self, index: int, slab: Slab, grain: Callable[[int], int]) -> list[list[Part]]:
+    def batches(self, index: int, slab: Slab, grain: Callable[[int], int] = int) -> list[list[Part]]:
         """What is to be checked of a slab or of a replica, in pieces for one call of `check` each; `grain`
         as in `hash_batches`."""
         return hash_batches(self._places[index], {index: slab}, grain)
 
-    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Part], spread_s: float) -> None:
+    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Part], spread_s: float = 0.0) -> None:
         """Hash the parts of a batch where they lie.  Raises DigestMismatch unless they are what was read,
         what the seal says and what the other copies have.  Blocking, without the GIL."""
         with self._lock:
