@@ -1,7 +1,7 @@
-"""Measure what a load gains by the number of its readers and by the size and number of their slots.
+"""Measure what a load gains by its threads and by the size and number of the readers' slots.
 
     python -m tests.bench.pipeline_gpu [--device cuda|host] [--gb N] [--folder DIR] [--rounds N]
-        [--readers N,N] [--slot-mib N,N] [--slots N,N] [--json FILE]
+        [--readers N,N] [--hashers N,N] [--slot-kib N,N] [--slots N,N] [--json FILE]
 
 Each line is one configuration: medians of loads that are verified and that are not, in turn, from the
 same files (in /dev/shm unless told otherwise), and what verification costs.  What the machine can do at
@@ -32,6 +32,7 @@ class Configuration:
     """One way to set up the pipeline."""
 
     readers: int
+    hashers: int
     slot_bytes: int
     slots: int
 
@@ -52,9 +53,10 @@ class Row:
 
     def text(self, device: str) -> str:
         """One line of the table."""
-        slots = f"{self.configuration.slots} slots of {self.configuration.slot_bytes >> 20:2} MiB  "
-        return (
-            f"{self.configuration.readers:3} readers  {slots if device == 'cuda' else ''}"
+        set_up = f"{self.configuration.readers:3} readers {self.configuration.hashers:3} hashers  "
+        if device == "cuda":
+            set_up += f"{self.configuration.slots} slots of {self.configuration.slot_bytes >> 10:4} KiB  "
+        return set_up + (
             f"verified {self.verified:6.2f} GB/s  not verified {self.unverified:6.2f} GB/s  "
             f"verification costs {(self.unverified / self.verified - 1) * 100:5.1f} %"
         )
@@ -62,7 +64,7 @@ class Row:
 
 def measure(folder: Path, device: str, configuration: Configuration, rounds: int) -> Row:
     """Medians, after one load of each kind that does not count."""
-    loading.READERS = configuration.readers
+    loading.READERS, loading.HASHERS = configuration.readers, configuration.hashers
     backend = configuration.backend(device)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     nbytes = 0
@@ -90,19 +92,21 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--readers", type=_numbers, default=[cores, cores + cores // 2, 2 * cores])
-    parser.add_argument("--slot-mib", type=_numbers, default=[1, 2, 4])
+    parser.add_argument("--hashers", type=_numbers, default=[loading.HASHERS])
+    parser.add_argument("--slot-kib", type=_numbers, default=[512, 1024, 2048])
     parser.add_argument("--slots", type=_numbers, default=[2, 3])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.device == "host":
-        options.slot_mib, options.slots = options.slot_mib[:1], options.slots[:1]
+        options.slot_kib, options.slots = options.slot_kib[:1], options.slots[:1]
 
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as parent:
         folder = Path(parent) / "model"
         write_model(folder, Model(options.gb))
-        for readers, slot_mib, slots in product(options.readers, options.slot_mib, options.slots):
-            configuration = Configuration(readers, slot_mib << 20, slots)
+        for chosen in product(options.readers, options.hashers, options.slot_kib, options.slots):
+            readers, hashers, slot_kib, slots = chosen
+            configuration = Configuration(readers, hashers, slot_kib << 10, slots)
             rows.append(measure(folder, options.device, configuration, options.rounds))
             print(rows[-1].text(options.device), flush=True)
     best = max(rows, key=lambda row: row.verified)

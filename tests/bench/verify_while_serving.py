@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=400, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
     parser.add_argument("--spell-s", type=float, default=20.0)
     parser.add_argument("--throttle", default="0.15", help='the share, or "off"')
     parser.add_argument("--json", type=Path)
