@@ -21,6 +21,7 @@ from inferd.metrics import InferdMetrics
 from inferd.preparation import Preparer
 from inferd.slots import Slots
 from shared.errors import ConfigError, ResourceError
+from shared.gate import Gate
 from shared.health import HealthServer, LoopPulse
 from shared.http_server import HttpServer
 from shared.ids import VersionTag
@@ -82,7 +83,8 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
         stack.callback(engine.stop)
         notices = _Notices(notifier)
         slots = Slots(config.model, notices.slots_changed, notices.version_retired)
-        preparer = Preparer(slots, engine, backend, verify_mapped=config.verify_mapped)
+        gate = Gate()
+        preparer = Preparer(slots, engine, backend, gate, verify_mapped=config.verify_mapped)
         api = create_app(engine, slots, config.api.settings(), registry)
         link = LoaderdLink(
             Identity(config.name, config.model, device),
@@ -92,6 +94,7 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
             engine,
             backend,
             lambda policy, before: _turn_requests(policy, before, api, engine),
+            gate,
         )
         notices.connect(slots, link, api)
         InferdMetrics(registry, engine, slots, link)

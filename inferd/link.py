@@ -6,6 +6,7 @@ While there is no loaderd, inferd goes on serving what it has.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -22,11 +23,13 @@ from inferd.slots import Slots
 from shared.codec import HANDOFF_FRAME_BYTES, PROTOCOL_VERSION, decode, encode
 from shared.errors import ChangeoverError, DriverError, InvalidRequest, PeerError, PeerGone, ProtocolError
 from shared.fdpass import ReceivedFds, SeqpacketChannel
+from shared.gate import Gate
 from shared.handoff import (
     FROM_LOADERD,
     Announce,
     Commit,
     Committed,
+    Damaged,
     Failed,
     FromInferd,
     FromLoaderd,
@@ -34,6 +37,7 @@ from shared.handoff import (
     HandedBack,
     HeldVersion,
     Hello,
+    Pace,
     Prepare,
     Prepared,
     Refused,
@@ -43,7 +47,7 @@ from shared.handoff import (
     SlabBatch,
     Welcome,
 )
-from shared.ids import DeviceId, Epoch, VersionTag
+from shared.ids import DeviceId, Epoch, SlabId, VersionTag
 from shared.memory.backend import MemoryBackend
 from shared.messages import InFlight, Tag, WireError
 from shared.transfer import IncomingVersion, slab_batches, table_fds
@@ -93,8 +97,10 @@ class LoaderdLink:
         engine: Engine,
         backend: MemoryBackend,
         turn: TurnRequests,
+        gate: Gate,
     ) -> None:
-        """`turn` carries an in-flight policy out right after a flip."""
+        """`turn` carries an in-flight policy out right after a flip; `gate` is set to the pace that loaderd
+        asks for, and is wide open without one."""
         self._turn = turn
         self._identity = identity
         self._socket_path = socket_path
@@ -106,6 +112,8 @@ class LoaderdLink:
         self._incoming: IncomingVersion | None = None
         self._announced: _Announced | None = None
         self._changed = asyncio.Event()
+        self._gate = gate
+        self._report_every_s = REPORT_EVERY_S
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -158,6 +166,7 @@ class LoaderdLink:
         finally:
             self._channel = None
             self._announced = None
+            self._set_pace(REPORT_EVERY_S, None)
             self._slots.wake_drains()
             if self._incoming is not None:
                 self._incoming.close()
@@ -225,6 +234,11 @@ class LoaderdLink:
                     self._start(channel, message.request_id, self._release(message))
                 case HandBack():
                     self._start(channel, message.request_id, self._hand_back(message, channel))
+                case Damaged():
+                    self._slots.note_damage({(SlabId(p.slab_id), p.offset_bytes) for p in message.places})
+                case Pace():
+                    self._announced = announced
+                    self._set_pace(message.report_every_s, message.bytes_per_s)
                 case Welcome() | Refused():
                     raise ProtocolError(f"unexpected {message.kind} on an open lease")
                 case _:
@@ -293,7 +307,8 @@ class LoaderdLink:
         return Released(request_id=message.request_id, tag=message.tag)
 
     async def _hand_back(self, message: HandBack, channel: SeqpacketChannel) -> None:
-        slot = self._slots.holding(message.tag.to_tag())
+        # Damaged or not: whoever takes it back hashes it.
+        slot = self._slots.holding(message.tag.to_tag()) or self._slots.releasable(message.tag.to_tag())
         version = slot.version if slot is not None else None
         if version is None:
             raise InvalidRequest(f"{message.tag.to_tag()} is not mapped here")
@@ -310,7 +325,7 @@ class LoaderdLink:
             # Not wait_for: before Python 3.12 it swallows a cancellation that comes with the event, and
             # the shutdown would wait for this task for ever.
             with suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_EVERY_S):
+                async with asyncio.timeout(self._report_every_s):
                     await self._changed.wait()
 
     def _slot_report(self) -> Report:
@@ -321,7 +336,16 @@ class LoaderdLink:
             running=load.running,
             waiting=load.waiting,
             tokens_generated=load.tokens_generated,
+            decode_steps=load.decode_steps,
+            decode_ns=load.decode_ns,
+            hashed_bytes=self._gate.admitted_bytes,
         )
+
+    def _set_pace(self, report_every_s: float, bytes_per_s: float | None) -> None:
+        self._gate.set_rate(math.inf if bytes_per_s is None else bytes_per_s)
+        if report_every_s != self._report_every_s:
+            self._report_every_s = report_every_s
+            self._changed.set()
 
     # --- tasks -----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class InferdMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """One snapshot; called on the event loop's thread by the health server."""
         load = self._engine.load()
-        gauges = (
+        gauges: tuple[tuple[str, str, float], ...] = (
             ("changeover_sequences_running", "Sequences in the running batch.", load.running),
             ("changeover_sequences_waiting", "Sequences that wait for a place.", load.waiting),
             ("changeover_kv_blocks", "KV cache blocks in all.", load.kv_blocks_total),
@@ -36,9 +36,11 @@ class InferdMetrics(Collector):
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(name, text, value=value)
-        counters = (
+        counters: tuple[tuple[str, str, float], ...] = (
             ("changeover_engine_steps", "Steps of the engine.", load.steps),
             ("changeover_engine_tokens", "Tokens generated.", load.tokens_generated),
+            ("changeover_decode_steps", "Steps right after another that only decoded.", load.decode_steps),
+            ("changeover_decode_seconds", "What these steps took, all together.", load.decode_ns / 1e9),
             (
                 "changeover_engine_preemptions",
                 "Sequences that lost their blocks for a while.",

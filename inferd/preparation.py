@@ -19,6 +19,7 @@ from inferd.slot_states import SlotEvent, SlotState
 from inferd.slot_thread import SlotThread
 from inferd.slots import Slot, Slots
 from shared.errors import ChangeoverError, InvalidRequest, ProtocolError, WarmupFailed
+from shared.gate import Gate
 from shared.ids import VersionTag
 from shared.memory.backend import MemoryBackend
 from shared.resident import ResidentVersion, check_identity
@@ -46,10 +47,14 @@ class Preparer:
     safely, so a caller that gave up gets a slot that is prepared or empty, never in between.
     """
 
-    def __init__(self, slots: Slots, engine: Engine, backend: MemoryBackend, *, verify_mapped: bool) -> None:
+    def __init__(
+        self, slots: Slots, engine: Engine, backend: MemoryBackend, gate: Gate, *, verify_mapped: bool
+    ) -> None:
+        """`gate` is asked before bytes are hashed; what lets them through is not this object's concern."""
         self._slots = slots
         self._engine = engine
         self._backend = backend
+        self._gate = gate
         self._verify_mapped = verify_mapped
         self._one_at_a_time = asyncio.Lock()
         self._thread = SlotThread()
@@ -83,7 +88,7 @@ class Preparer:
         """
         async with self._one_at_a_time:
             self._check_open()
-            slot = self._slots.holding(tag)
+            slot = self._slots.releasable(tag)
             if slot is None:
                 return
             if slot.life.state is SlotState.SERVING:
@@ -151,7 +156,9 @@ class Preparer:
             version = await self._thread.run(partial(incoming.map, self._backend))
             self._slots.fill(slot, version)
             mapped = time.perf_counter()
-            await self._thread.run(partial(check_identity, version, hash_bytes=self._verify_mapped))
+            await self._thread.run(
+                partial(check_identity, version, hash_bytes=self._verify_mapped, pacer=self._gate)
+            )
             verified = time.perf_counter()
             self._slots.advance(slot, SlotEvent.MAPPED, "mapped and checked")
             await self._engine_work(lambda: self._build(slot.index, version))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from inferd.api.admission import NotReady, Ticket
@@ -18,10 +18,10 @@ from inferd.slot_states import SLOT_TABLE, SlotEvent, SlotLife, SlotState
 from shared._native import VersionSlot
 from shared.control import SlotReport
 from shared.errors import InvalidRequest, PeerGone, SlotBusy, StaleEpoch
-from shared.ids import Epoch, VersionTag
+from shared.ids import Epoch, SlabId, VersionTag
 from shared.messages import Tag
-from shared.resident import ResidentVersion
-from shared.verdict import Verdict
+from shared.resident import ResidentVersion, name_tensors
+from shared.verdict import Detail, Verdict
 
 SESSIONS_KEPT = 10_000
 """Conversations remembered; the least recently used is forgotten and starts on the serving version."""
@@ -37,6 +37,7 @@ class Slot:
     life: SlotLife
     since_s: float  # monotonic
     version: ResidentVersion | None = None
+    damaged: tuple[str, ...] = ()  # tensors whose bytes have changed since they were verified
 
     @property
     def tag(self) -> VersionTag | None:
@@ -89,7 +90,7 @@ class Slots:
         if wanted is None:
             return None
         for slot in self._slots:
-            if slot.tag != wanted or slot.life.state is not SlotState.RETAINED:
+            if slot.tag != wanted or slot.life.state is not SlotState.RETAINED or slot.damaged:
                 continue
             # Refused once the slot is being drained; the session then moves on.
             if self._references.try_acquire(slot.index):
@@ -126,13 +127,17 @@ class Slots:
         return tuple(tag for _, tag in sorted(tags, key=lambda pair: pair[0]) if tag is not None)
 
     def verdict(self) -> Verdict:
-        """Ready while a verified version serves and new requests are admitted."""
+        """Ready while a verified version serves, undamaged, and new requests are admitted."""
         if not self._is_admitting:
             return Verdict(False, "shutting down")
         serving = self.serving()
         if serving is None:
             return Verdict(False, f"no version of {self.model} serves yet")
-        return Verdict(True, details={"serving": str(serving), "epoch": self.epoch})
+        details: dict[str, Detail] = {"serving": str(serving), "epoch": self.epoch}
+        damaged = next((s.damaged for s in self._slots if s.life.state is SlotState.SERVING), ())
+        if damaged:
+            return Verdict(False, f"{serving} is damaged: {name_tensors(damaged)}", details)
+        return Verdict(True, details=details)
 
     # --- slots -----------------------------------------------------------------------------------
 
@@ -140,8 +145,28 @@ class Slots:
         return iter(self._slots)
 
     def holding(self, tag: VersionTag) -> Slot | None:
-        """The slot that holds `tag`, in whatever state."""
-        return next((slot for slot in self._slots if slot.tag == tag), None)
+        """The slot that holds `tag` undamaged, in whatever state."""
+        return next((slot for slot in self._slots if slot.tag == tag and not slot.damaged), None)
+
+    def releasable(self, tag: VersionTag) -> Slot | None:
+        """The slot that a release of `tag` means: one that does not serve, if two hold it, of which one then
+        is damaged; it may be the one that serves."""
+        holding = [slot for slot in self._slots if slot.tag == tag]
+        return min(holding, key=lambda slot: slot.life.state is SlotState.SERVING, default=None)
+
+    def note_damage(self, places: Collection[tuple[SlabId, int]]) -> None:
+        """Mark the slots in which tensors lie at these places (slab, offset); what serves goes on."""
+        for slot in self._slots:
+            layout = slot.version.layout if slot.version is not None else None
+            if layout is None:
+                continue
+            slot.damaged = tuple(
+                tensor.name
+                for tensor in layout.tensors
+                if tensor.name in slot.damaged
+                or (layout.slabs[tensor.slab].slab_id, tensor.offset_bytes) in places
+            )
+        self._on_change()
 
     def empty(self) -> Slot | None:
         """A slot that can be filled at once."""
@@ -250,7 +275,7 @@ class Slots:
     def take_version(self, slot: Slot) -> ResidentVersion | None:
         """Give up the version of a drained or failed slot, if one was mapped: the caller owns its slabs,
         closes them, and then calls `vacate`."""
-        version, slot.version = slot.version, None
+        version, slot.version, slot.damaged = slot.version, None, ()
         return version
 
     def vacate(self, slot: Slot, was_mapped: VersionTag | None, cause: str) -> None:
@@ -278,6 +303,7 @@ class Slots:
                 tag=Tag.of(slot.tag) if slot.tag is not None else None,
                 references=self._references.references(slot.index),
                 age_s=now - slot.since_s,
+                is_damaged=bool(slot.damaged),
             )
             for slot in self._slots
         )

@@ -10,7 +10,8 @@ from loaderd.checkpoint.names import CONFIG_FILE
 from loaderd.checkpoint.strict_json import parse_object
 from loaderd.leases import Lease
 from loaderd.slab_table import SlabTable, UserId
-from shared.errors import CheckpointError, ProtocolError
+from shared.errors import CheckpointError, DigestMismatch, ProtocolError
+from shared.gate import Pacer
 from shared.ids import VersionTag
 from shared.memory.backend import MemoryBackend, Slab
 from shared.resident import ResidentVersion, check_identity
@@ -19,7 +20,7 @@ HAND_BACK_WITHIN_S = 10.0
 
 
 async def take_back(
-    lease: Lease, tag: VersionTag, backend: MemoryBackend, slabs: SlabTable, user: UserId
+    lease: Lease, tag: VersionTag, backend: MemoryBackend, slabs: SlabTable, user: UserId, pacer: Pacer
 ) -> ResidentVersion:
     """Receive, map and verify a version that an inferd holds; its slabs go to the table.
 
@@ -51,7 +52,17 @@ async def take_back(
             slab.close()
         raise
     version = replace(mapped, slabs=tuple(own))
-    await asyncio.to_thread(check_identity, version, hash_bytes=True)
+    try:
+        await asyncio.to_thread(check_identity, version, hash_bytes=True, pacer=pacer)
+    except DigestMismatch as error:
+        places = [
+            (version.layout.slabs[tensor.slab].slab_id, tensor.offset_bytes)
+            for tensor in version.layout.tensors
+            if tensor.name == error.facts.get("tensor")
+        ]
+        if places:
+            await lease.tell_damage(places)  # it serves on with it, and must not say that it is ready
+        raise
     return version
 
 

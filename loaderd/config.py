@@ -9,6 +9,7 @@ from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from loaderd.signature.keys import KeyRefused, TrustedKey
+from loaderd.throttle import Limits
 from shared.config_file import ConfigModel
 from shared.memory.pool import PIECE_BYTES
 from shared.memory.selection import BackendName
@@ -63,8 +64,18 @@ class LoaderdConfig(ConfigModel):
     admin_group: str | None = None  # may push and roll back, beside root and the daemon's user
     inferd_group: str | None = None  # may attach and take weights, and nothing else
     adopt_grace_s: Timeout = 5.0  # after a restart, wait this long for inferds before loading again
+    throttle_above_share: Annotated[float, Field(gt=0, le=10)] | Literal["off"] = 0.15  # of quiet latency
+    throttle_floor_bytes_per_s: Annotated[int, Field(ge=1 << 20)] = 64 << 20  # a push always goes on
+    scrub_interval_s: Annotated[float, Field(ge=1, le=30 * 86_400)] | None = None  # hash all resident again
+    scrub_bytes_per_s: Annotated[int, Field(ge=1 << 20)] = 256 << 20  # at most, over all devices
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     models: dict[Name, ModelConfig] = Field(default_factory=dict)
+
+    def throttle_limits(self) -> Limits | None:
+        """What the throttle keeps to; None where it is off."""
+        if self.throttle_above_share == "off":
+            return None
+        return Limits(self.throttle_above_share, float(self.throttle_floor_bytes_per_s))
 
     def model(self, name: str) -> ModelConfig:
         """The settings of a model."""

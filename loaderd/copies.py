@@ -10,6 +10,7 @@ from loaderd.adoption import take_back
 from loaderd.chronicle import Chronicle
 from loaderd.gpu_watch import GpuWatch
 from loaderd.leases import Lease
+from loaderd.pace import Pace
 from loaderd.replication import Replicated, replicate
 from loaderd.residents import ResidentSlab
 from loaderd.slab_table import UserId
@@ -27,8 +28,14 @@ class Copies:
     """
 
     def __init__(
-        self, versions: VersionTable, backend: MemoryBackend, gpus: GpuWatch, chronicle: Chronicle
+        self,
+        versions: VersionTable,
+        backend: MemoryBackend,
+        gpus: GpuWatch,
+        chronicle: Chronicle,
+        pace: Pace,
     ) -> None:
+        self._pace = pace
         self._versions = versions
         self._backend = backend
         self._gpus = gpus
@@ -67,7 +74,8 @@ class Copies:
         slabs = self._versions.slabs
         user = self._versions.new_user()
         try:
-            copy = await take_back(lease, version.tag, self._backend, slabs, user)
+            with self._pace.work(f"adopting {version.ref}") as work:
+                copy = await take_back(lease, version.tag, self._backend, slabs, user, work)
             if not copy.is_copy_of(version.content):
                 raise ProtocolError(f"{lease.name} handed back {version.tag} laid out in another way")
             self._give(version, lease.device, copy)
@@ -82,7 +90,7 @@ class Copies:
             slabs.release(user)
 
     async def _replicate(self, device: DeviceId, version: Version) -> None:
-        slabs, source = self._versions.slabs, version.content
+        slabs, source = self._versions.slabs, self._versions.sound_copy(version)
         # For this work alone: if it fails, nothing of the version is on the device.
         user = self._versions.hold(version)
         try:
@@ -94,7 +102,7 @@ class Copies:
             raise error.naming(self._gpus.holders(device)) from error
         finally:
             slabs.release(user)
-        origin = next(iter(version.copies))
+        origin = source.layout.slabs[0].device
         self._record("version.replicated", f"copied to {device} from {origin}", version, device, made)
 
     async def _copy(self, source: ResidentVersion, device: DeviceId, user: UserId) -> Replicated:
@@ -102,9 +110,10 @@ class Copies:
         known: dict[SlabId, Slab] = {}
         for entry in source.layout.slabs:
             replica = residents.replica_on(device, entry.slab_id)
-            if replica is not None:
+            if replica is not None and replica not in self._versions.damage:
                 known[entry.slab_id] = self._versions.slabs.share(replica, user)
-        return await asyncio.to_thread(replicate, source, device, known, self._backend)
+        with self._pace.work(f"copying {source.tag.ref}") as work:
+            return await asyncio.to_thread(replicate, source, device, known, self._backend, work)
 
     def _give(self, version: Version, device: DeviceId, copy: ResidentVersion) -> None:
         """Make a copy whose slabs are in the table the version's own."""

@@ -33,10 +33,12 @@ from loaderd.metrics import LoaderdMetrics
 from loaderd.model_devices import ModelDevices
 from loaderd.nvml import open_nvml
 from loaderd.operations import Operations
+from loaderd.pace import Pace
 from loaderd.placement import PlacementRules
 from loaderd.plan import Verdict as PlanVerdict
 from loaderd.planning import Planner, plan_report
 from loaderd.reconciliation import Reconciliation
+from loaderd.scrub import Scrub
 from loaderd.slab_table import SlabTable
 from loaderd.versions import VersionTable
 from shared.codec import CONTROL_FRAME_BYTES
@@ -58,6 +60,7 @@ from shared.ids import DeviceId, Generation, LeaseId, VersionRef
 from shared.memory.selection import open_backend, reserve_pool
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
+from shared.resident import name_tensors
 from shared.run_dir import RunDir, listen_seqpacket
 from shared.supervisor import Stop, Supervisor
 from shared.verdict import Verdict
@@ -107,21 +110,24 @@ class Loaderd:
         self.handoff = HandoffServer(
             chronicle.generation, self.policy(), self._backend, devices, chronicle, holder=self
         )
+        self.pace = Pace(config.throttle_limits(), self.handoff.leases, chronicle, self._spawn)
         self._host = Host(
             chronicle,
             Operations(chronicle),
             versions,
-            Copies(versions, self._backend, self.gpus, chronicle),
+            Copies(versions, self._backend, self.gpus, chronicle, self.pace),
             planner,
             self._backend,
             devices,
             self.gpus,
             self.handoff.leases,
+            self.pace,
             self._spawn,
         )
         self.deployments: dict[str, Deployment] = {}
         self._reconciliations: dict[str, Reconciliation] = {}
-        self.inquiries = Inquiries(self._host, self.deployments, config.model_roots)
+        self.scrub = Scrub(self._host, self.deployments)
+        self.inquiries = Inquiries(self._host, self.deployments, config.model_roots, self.scrub)
         self._attempts: dict[LeaseId, tuple[int, float]] = {}  # failures, and when to try again
 
     def _reserve(self, device: DeviceId, pool_bytes: int) -> None:
@@ -208,14 +214,17 @@ class Loaderd:
 
     def attached(self, lease: Lease) -> None:
         """Adopt what the inferd holds if that is needed, and bring it up to date."""
+        self._spawn(self.scrub.tell(lease))
         self._spawn(self._welcome(lease))
 
     def reported(self, lease: Lease) -> None:
-        """Nothing to do: a version's memory goes when its release is confirmed or its lease ends."""
+        """Let the throttle know; a version's memory goes when its release is confirmed or its lease ends."""
+        self.pace.reported(lease)
 
     def detached(self, lease: Lease) -> None:
         """Free what only this inferd still mapped."""
         self._attempts.pop(lease.id, None)
+        self.pace.detached(lease)
         self._host.versions.collect(tuple(self.handoff.leases.values()))
 
     async def _welcome(self, lease: Lease) -> None:
@@ -286,11 +295,17 @@ class Loaderd:
         active = {d.model: str(d.active.tag) for d in self.deployments.values() if d.active is not None}
         if not active:
             return Verdict(False, "no verified version is active")
+        for deployment in self.deployments.values():
+            for role, version in (("active", deployment.active), ("retained", deployment.retained)):
+                damaged = self._host.versions.damaged(version) if version is not None else ()
+                if version is not None and damaged:
+                    reason = f"{role} {version.tag} is damaged: {name_tensors(damaged)}"
+                    return Verdict(False, reason, {**active, "damaged_tensors": len(damaged)})
         return Verdict(True, details=active)
 
     def export_metrics(self, registry: CollectorRegistry) -> None:
         """Compute this daemon's metrics whenever the registry is scraped."""
-        LoaderdMetrics(registry, self.slabs, self._host, self.deployments)
+        LoaderdMetrics(registry, self.slabs, self._host, self.deployments, self.scrub)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._supervisor.start(work, name=getattr(work, "__qualname__", "work"), may_end=True)
@@ -359,6 +374,10 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             supervisor.start(loaderd.handoff.run(listener), name="handoff")
             supervisor.start(control.run(), name="control")
             supervisor.start(loaderd.maintain(), name="maintain")
+            supervisor.start(loaderd.pace.run(), name="pace")
+            if config.scrub_interval_s is not None:
+                scrubbing = loaderd.scrub.run(config.scrub_interval_s, config.scrub_bytes_per_s)
+                supervisor.start(scrubbing, name="scrub")
             if loaderd.gpus.has_nvml:
                 supervisor.start(loaderd.gpus.run(), name="gpus")
             supervisor.start(notifier.feed_watchdog(lambda: pulse.verdict().is_ok), name="watchdog")

@@ -19,6 +19,7 @@ from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import Loaded, load_and_verify
 from loaderd.model_devices import ModelDevices
 from loaderd.operations import Kind, Operation, Operations
+from loaderd.pace import Pace
 from loaderd.planning import OpenedCheckpoint, Planner, check_hot
 from loaderd.proving import hash_signed
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
@@ -32,6 +33,7 @@ from shared.errors import (
     PlanRefused,
     UnknownVersion,
 )
+from shared.gate import Pacer
 from shared.ids import DeviceId, Digest, Epoch, LeaseId, VersionRef, VersionTag
 from shared.memory.backend import MemoryBackend
 from shared.messages import InFlight, Tag
@@ -54,6 +56,7 @@ class Host:
     devices: ModelDevices
     gpus: GpuWatch
     leases: Mapping[LeaseId, Lease]
+    pace: Pace
     spawn: Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -127,7 +130,10 @@ class Deployment:
         try:
             if not opened.is_proven:
                 self._cancel_load = threading.Event()
-                opened = await hash_signed(operation, opened, self._host.operations, self._cancel_load)
+                with self._host.pace.work(f"hashing {operation.ref}", ended=self._cancel_load) as work:
+                    opened = await hash_signed(
+                        operation, opened, self._host.operations, self._cancel_load, work
+                    )
             # Planned here, not when the client was answered: an operation before this one may have
             # changed what is resident.
             plan = self._host.planner.plan(opened, self.devices, self.active, self.retained)
@@ -150,12 +156,15 @@ class Deployment:
                 shared=shared,
                 devices=self.devices,
             )
-            loaded = await self._load_with_progress(operation, request)
+            self._cancel_load = threading.Event()
+            with self._host.pace.work(f"loading {operation.ref}", ended=self._cancel_load) as work:
+                loaded = await self._load_with_progress(operation, request, work)
             for slab in loaded.new_slabs:
                 versions.slabs.add(slab, version.user)
             for device, copy in loaded.copies.items():
                 version.add_copy(device, copy)
             version.config = dict(opened.checkpoint.config)
+            version.files = {source.name: source.file for source in opened.checkpoint.tensors}
             version.verified = opened.verified
             operation.tag = version.tag
             operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
@@ -177,19 +186,21 @@ class Deployment:
             versions.slabs.release(sources)
         return version
 
-    async def _load_with_progress(self, operation: Operation, request: LoadRequest) -> Loaded:
+    async def _load_with_progress(self, operation: Operation, request: LoadRequest, pacer: Pacer) -> Loaded:
         progress = LoadProgress()
         operation.bytes_total = request.placement.bytes_to_read
         operation.check_not_superseded()
-        self._cancel_load = threading.Event()
         self._host.operations.enter(operation, "loading")
         work = asyncio.ensure_future(
-            asyncio.to_thread(load_and_verify, request, self._host.backend, progress, self._cancel_load)
+            asyncio.to_thread(
+                load_and_verify, request, self._host.backend, progress, self._cancel_load, pacer
+            )
         )
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=PROGRESS_EVERY_S)
                 operation.bytes_read, operation.bytes_verified = progress.read, progress.verified
+                operation.limit_bytes_per_s = self._host.pace.throttled_bytes_per_s
                 if operation.stage == "loading" and progress.is_verifying:
                     self._host.operations.enter(operation, "verifying")
                 self._host.operations.progress(operation)
@@ -207,11 +218,17 @@ class Deployment:
             raise
 
     async def _is_resident_twice(self, operation: Operation, version: Version) -> bool:
-        """End a push whose content is what serves; turn one of what is retained into a rollback."""
+        """End a push whose content is what serves; turn one of what is retained into a rollback.  What is
+        damaged is no twin: the push heals it."""
         twin = next((v for v in (self.active, self.retained) if v is not None and v.tag == version.tag), None)
         if twin is None:
             return False
         versions = self._host.versions
+        if versions.damaged(twin):
+            if twin is self.retained:
+                self.retained = None
+                await self._sweep(twin, "it is damaged")
+            return False
         versions.advance(version, VersionEvent.SWEEP, "the same content is resident already", operation.id)
         self.collect()
         if twin is self.active:
@@ -227,7 +244,8 @@ class Deployment:
     def rollback(self, to: str | None, in_flight: InFlight) -> Operation:
         """Start to commit a version that is still resident.
 
-        Raises InvalidRequest if nothing is retained, UnknownVersion if `to` is not resident.
+        Raises InvalidRequest if nothing is retained, UnknownVersion if `to` is not resident, DigestMismatch
+        if it is damaged.
         """
         target = self._rollback_target(to)
         operation = self._begin("rollback", target.ref, in_flight)
@@ -242,9 +260,11 @@ class Deployment:
         if to is None:
             if self.retained is None:
                 raise InvalidRequest(f"no version of {self.model} is retained: nothing to roll back to")
+            self.check_sound(self.retained)
             return self.retained
         for version in (self.retained, self.active):
             if version is not None and to in (version.ref.version, str(version.ref), str(version.tag)):
+                self.check_sound(version)
                 return version
         raise UnknownVersion(f"{to} of {self.model} is not resident; push it instead", name=to)
 
@@ -273,6 +293,7 @@ class Deployment:
         """Prepare on every inferd, commit, and let what was active be retained; the caller holds
         `slots_in_hand`."""
         operation.check_not_superseded()
+        self.check_sound(version)
         self._check_tokens_keep_their_meaning(operation, version)
         self._host.operations.enter(operation, "preparing")
         for lease in tuple(self.leases().values()):
@@ -290,6 +311,7 @@ class Deployment:
             operation,
             self._host.operations,
             self._host.chronicle,
+            self._host.pace,
         )
         self._rollout = driver
         try:
@@ -312,6 +334,22 @@ class Deployment:
             out, self.retained = self.retained, before
             if out is not None:
                 await self._sweep(out, f"{before.ref} is retained instead")
+            if versions.damaged(before):
+                self.retained = None
+                await self._sweep(before, "it is damaged, and no way back")
+        # After a restart, what served may be damaged and have the same tag.
+        await self._release_everywhere(version.tag)
+        self.collect()
+
+    def check_sound(self, version: Version) -> None:
+        """Raise DigestMismatch where bytes of a version have changed since they were verified."""
+        damaged = self._host.versions.damaged(version)
+        if damaged:
+            raise DigestMismatch(
+                f"{version.tag} is damaged where it is resident ({len(damaged)} tensors); push it again",
+                file=version.files.get(damaged[0], str(version.ref)),
+                tensor=damaged[0],
+            )
 
     def _check_tokens_keep_their_meaning(self, operation: Operation, version: Version) -> None:
         """Raise PlanRefused where requests would be carried over to a version with another tokenizer."""
@@ -338,9 +376,11 @@ class Deployment:
         self.collect()
 
     async def _release_everywhere(self, tag: VersionTag) -> None:
+        """Have every inferd let go of a version; of the active one, only of slots in which it is damaged."""
         async with asyncio.TaskGroup() as releases:
             for lease in self.leases().values():
-                if lease.holds(tag):
+                is_renewed = self.active is not None and self.active.tag == tag
+                if lease.holds_damaged(tag) if is_renewed else lease.holds(tag):
                     releases.create_task(self._release(lease, tag))
 
     async def _release(self, lease: Lease, tag: VersionTag) -> None:
@@ -357,11 +397,12 @@ class Deployment:
 
     async def prepare_retained(self, lease: Lease) -> None:
         retained = self.retained
-        if retained is None or lease.has_prepared(retained.tag):
+        if retained is None or lease.has_prepared(retained.tag) or self._host.versions.damaged(retained):
             return
         try:
-            copy = await self._host.copies.on(lease.device, retained)
-            await lease.prepare(copy, self.config.prepare_timeout_s, self.config.drain_timeout_s)
+            with self._host.pace.work(f"preparing {retained.ref}"):
+                copy = await self._host.copies.on(lease.device, retained)
+                await lease.prepare(copy, self.config.prepare_timeout_s, self.config.drain_timeout_s)
         except ChangeoverError as error:
             self._host.chronicle.record(
                 "inferd.not_retained",

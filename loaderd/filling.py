@@ -7,10 +7,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from loaderd.crew import Crew
-from loaderd.load_request import LoadProgress, LoadRequest, Pace
+from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.read_schedule import FilledSlab, ReadRun, ReadSchedule
 from shared._native import crc32_combine
 from shared.errors import CheckpointError, ReadFailed
+from shared.gate import Pacer
 from shared.memory.backend import MemoryBackend, Slab, WritableSlab
 
 RUN_BYTES = 8 << 20
@@ -31,7 +32,7 @@ class Filling:
         request: LoadRequest,
         backend: MemoryBackend,
         progress: LoadProgress,
-        pace: Pace,
+        pace: Pacer,
         on_sealed: OnSealed,
         undo: ExitStack,
     ) -> None:

@@ -15,6 +15,7 @@ from loaderd.checkpoint.checkpoint import open_checkpoint
 from loaderd.checkpoint.listing import list_folders
 from loaderd.deployment import Deployment, Host
 from loaderd.lifecycle import VersionState
+from loaderd.scrub import Scrub
 from loaderd.seal.document import read_seal
 from loaderd.seal.glance import SealGlance
 from loaderd.versions import Version
@@ -38,7 +39,6 @@ from shared.control import (
 from shared.errors import InvalidRequest, ResourceError, UnknownVersion
 from shared.ids import DeviceId, Digest
 from shared.messages import FACT_CHARACTERS, Tag, cut_text
-from shared.resident import ResidentVersion, damaged_tensors
 
 Found = TypeVar("Found")
 
@@ -52,7 +52,10 @@ NAMES_SHOWN = 200
 class Inquiries:
     """Reads the daemon's state.  Used from the event loop's thread only."""
 
-    def __init__(self, host: Host, deployments: Mapping[str, Deployment], roots: tuple[Path, ...]) -> None:
+    def __init__(
+        self, host: Host, deployments: Mapping[str, Deployment], roots: tuple[Path, ...], scrub: Scrub
+    ) -> None:
+        self._scrub = scrub
         self._host = host
         self._deployments = deployments
         self._roots = roots
@@ -123,14 +126,9 @@ class Inquiries:
         version = self._find(body.name)
         tag, copies, layout = version.tag, dict(version.copies), version.content.layout
         started = time.perf_counter()
-        # The slabs must outlive the hashing, whatever is swept meanwhile and whether or not the request's
-        # deadline passes: the thread goes on.
-        user = self._host.versions.hold(version)
-        hashing = asyncio.ensure_future(asyncio.to_thread(_damaged_by_device, copies))
-        hashing.add_done_callback(lambda _: self._host.versions.slabs.release(user))
-        found = await asyncio.shield(hashing)
+        found = await self._scrub.check(version, "verify")
         damaged = sorted({name for names in found.values() for name in names})
-        report = VerifyReport(
+        return VerifyReport(
             tag=Tag.of(tag),
             against=version.verified,
             devices=tuple(copies),
@@ -140,17 +138,6 @@ class Inquiries:
             damaged=tuple(damaged[:NAMES_SHOWN]),
             damaged_devices=tuple(device for device, names in found.items() if names),
         )
-        for device, names in found.items():
-            if names:
-                self._host.chronicle.record(
-                    "version.damaged",
-                    f"{len(names)} tensors on {device}, the first is {names[0]}",
-                    model=tag.ref.model,
-                    version=tag.ref.version,
-                    tensors=len(names),
-                    device=device,
-                )
-        return report
 
     async def diff(self, body: Diff) -> DiffReport:
         """Compare two versions by content, resident or not."""
@@ -218,12 +205,6 @@ class Inquiries:
             {tensor: (t.dtype, t.shape, t.nbytes, t.digest) for tensor, t in seal.tensors.items()},
             seal.asset_digests,
         )
-
-
-def _damaged_by_device(copies: Mapping[DeviceId, ResidentVersion]) -> dict[DeviceId, tuple[str, ...]]:
-    """Damaged tensors of each copy; devices hash side by side.  Blocking."""
-    with ThreadPoolExecutor(len(copies), thread_name_prefix="verify") as workers:
-        return dict(zip(copies, workers.map(damaged_tensors, copies.values()), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

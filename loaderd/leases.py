@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +24,15 @@ from shared.handoff import (
     Announce,
     Commit,
     Committed,
+    Damaged,
+    DamagedPlace,
     Failed,
     FromInferd,
     FromLoaderd,
     HandBack,
     HandedBack,
     Hello,
+    Pace,
     Prepare,
     Prepared,
     Release,
@@ -36,7 +40,7 @@ from shared.handoff import (
     Report,
     SlabBatch,
 )
-from shared.ids import DeviceId, Epoch, LeaseId, VersionTag
+from shared.ids import DeviceId, Epoch, LeaseId, SlabId, VersionTag
 from shared.messages import InFlight, Tag
 from shared.resident import ResidentVersion
 from shared.transfer import IncomingVersion, slab_batches, table_fds
@@ -69,7 +73,7 @@ class Lease:
         )
         self._channel = channel
         self._attached_s = time.monotonic()
-        self._load = (0, 0)
+        self.last_report: Report | None = None
         self._request_ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[FromInferd]] = {}
         self._announced: Commit | None = None
@@ -99,7 +103,19 @@ class Lease:
 
     def has_prepared(self, tag: VersionTag) -> bool:
         """Whether a commit of `tag` would be a flip, without preparing anything."""
-        return any(s.tag is not None and s.tag.to_tag() == tag and s.state in USABLE for s in self.slots)
+        return any(
+            s.tag is not None and s.tag.to_tag() == tag and s.state in USABLE and not s.is_damaged
+            for s in self.slots
+        )
+
+    def holds_damaged(self, tag: VersionTag) -> bool:
+        """Whether a slot there has `tag` and was found damaged; another may have it whole."""
+        return any(s.is_damaged and s.tag is not None and s.tag.to_tag() == tag for s in self.slots)
+
+    @property
+    def serves_damaged(self) -> bool:
+        """Whether what it serves was found damaged."""
+        return any(s.state == "serving" and s.is_damaged for s in self.slots)
 
     def holder_report(self, tag: VersionTag) -> HolderReport | None:
         """How this inferd holds `tag`, for the status; None if it does not."""
@@ -119,7 +135,7 @@ class Lease:
     def report(self) -> InferdReport:
         """This inferd as the status shows it."""
         serving = self.serving
-        running, waiting = self._load
+        load = self.last_report
         return InferdReport(
             name=self.name,
             pid=self.peer.pid,
@@ -131,8 +147,8 @@ class Lease:
             serving=Tag.of(serving) if serving is not None else None,
             epoch=self.epoch,
             slots=self.slots,
-            running=running,
-            waiting=waiting,
+            running=load.running if load is not None else 0,
+            waiting=load.waiting if load is not None else 0,
         )
 
     # --- what is asked of it ---------------------------------------------------------------------
@@ -213,6 +229,17 @@ class Lease:
                 if unclaimed is not None:
                     unclaimed.close()
 
+    async def set_pace(self, report_every_s: float, bytes_per_s: float) -> None:
+        """Say how often the inferd shall report, and how fast it may hash: not at all for 0, as fast as it
+        goes for infinity.  Raises PeerGone."""
+        limit = None if math.isinf(bytes_per_s) else bytes_per_s
+        await self._send(Pace(report_every_s=report_every_s, bytes_per_s=limit))
+
+    async def tell_damage(self, places: Sequence[tuple[SlabId, int]]) -> None:
+        """Say at which slabs and offsets bytes have changed since they were verified.  Raises PeerGone."""
+        told = tuple(DamagedPlace(slab_id=slab_id, offset_bytes=offset) for slab_id, offset in places)
+        await self._send(Damaged(places=told))
+
     def close(self) -> None:
         """End the lease; its reader sees the end and reports it."""
         self._channel.close()
@@ -262,7 +289,7 @@ class Lease:
             case Report():
                 self.slots = message.slots
                 self.epoch = Epoch(message.epoch)
-                self._load = (message.running, message.waiting)
+                self.last_report = message
                 # What a preparation is still mapping is not in a slot yet, so holds only ever grow here.
                 for slot in message.slots:
                     if slot.tag is not None:

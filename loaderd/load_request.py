@@ -1,11 +1,10 @@
-"""What a load is asked for, how far it is, and who may slow it down."""
+"""What a load is asked for, and how far it is."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from loaderd.checkpoint.checkpoint import Checkpoint
 from loaderd.placement import Placement
@@ -47,19 +46,3 @@ class LoadProgress:
         """Count bytes that were hashed where they lie."""
         with self._lock:
             self.verified += nbytes
-
-
-class Pace(Protocol):
-    """Decides when a load goes on, so that it can yield to requests."""
-
-    def admit(self, nbytes: int) -> None:
-        """Return when so many bytes may be read or hashed.  Called by many threads; may block, and returns
-        at once where the load was ended meanwhile."""
-        ...
-
-
-class Unpaced:
-    """As fast as the machine can."""
-
-    def admit(self, nbytes: int) -> None:
-        """At once."""

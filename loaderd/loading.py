@@ -17,11 +17,12 @@ from queue import SimpleQueue
 
 from loaderd.crew import Crew
 from loaderd.filling import Filling
-from loaderd.load_request import LoadProgress, LoadRequest, Pace, Unpaced
+from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.read_schedule import FilledSlab
 from loaderd.replication import Replicas, SlabPlace
 from loaderd.verification import Verification
 from shared.errors import DigestMismatch
+from shared.gate import Gate, Pacer
 from shared.ids import DeviceId, VersionTag
 from shared.memory.backend import MemoryBackend, Slab
 from shared.resident import Part, ResidentVersion, content_digest
@@ -74,7 +75,7 @@ def load_and_verify(
     backend: MemoryBackend,
     progress: LoadProgress,
     cancelled: threading.Event,
-    pace: Pace | None = None,
+    pace: Pacer | None = None,
 ) -> Loaded:
     """Fill new slabs, seal each, copy it to the other devices, and hash every byte wherever it will be
     served from.  Each byte is read once.
@@ -84,7 +85,7 @@ def load_and_verify(
     between reading and residing, on a device that it names, Superseded once `cancelled` is set.
     """
     with ExitStack() as undo:
-        load = _Load(request, backend, progress, pace or Unpaced(), undo)
+        load = _Load(request, backend, progress, pace or Gate(), undo)
         try:
             load.run(cancelled)
         except DigestMismatch:
@@ -103,7 +104,7 @@ class _Load:
         request: LoadRequest,
         backend: MemoryBackend,
         progress: LoadProgress,
-        pace: Pace,
+        pace: Pacer,
         undo: ExitStack,
     ) -> None:
         self._request = request
@@ -171,7 +172,7 @@ class _Load:
         if self._first_sealed is None:
             self._first_sealed = time.perf_counter()
         self._queue_copies(filled, slab)
-        for batch in self._verification.batches(filled.index, slab):
+        for batch in self._verification.batches(filled.index, slab, self._pace.grain_bytes):
             self._work.put(_Hash(filled, slab, batch))
 
     def _queue_copies(self, filled: FilledSlab, source: Slab) -> None:
@@ -186,12 +187,13 @@ class _Load:
                 case _Copy(filled, source, device):
                     self._admit(crew, source.entry.nbytes)
                     slab = self._replicas.make(filled.index, device, source)
-                    for batch in self._verification.batches(filled.index, slab):
+                    for batch in self._verification.batches(filled.index, slab, self._pace.grain_bytes):
                         self._check(crew, _Hash(filled, slab, batch))
 
     def _check(self, crew: Crew, work: _Hash) -> None:
-        self._admit(crew, sum(part.nbytes for part in work.batch))
-        self._verification.check(work.filled, work.slab, work.batch)
+        nbytes = sum(part.nbytes for part in work.batch)
+        self._admit(crew, nbytes)
+        self._verification.check(work.filled, work.slab, work.batch, self._pace.spread_s(nbytes))
 
     def _admit(self, crew: Crew, nbytes: int) -> None:
         self._pace.admit(nbytes)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from loaderd.deployment import Deployment, Host
+from loaderd.scrub import Scrub
 from loaderd.slab_table import SlabTable
 
 
@@ -21,7 +22,9 @@ class LoaderdMetrics(Collector):
         slabs: SlabTable,
         host: Host,
         deployments: Mapping[str, Deployment],
+        scrub: Scrub,
     ) -> None:
+        self._scrub = scrub
         self._slabs = slabs
         self._host = host
         self._deployments = deployments
@@ -45,6 +48,36 @@ class LoaderdMetrics(Collector):
             leases.add_metric([model], len(deployment.leases()))
         yield epochs
         yield leases
+        yield from self._pace()
+
+    def _pace(self) -> Iterator[Metric]:
+        """What copies and digests may do, and what they found."""
+        pace = self._host.pace
+        yield GaugeMetricFamily(
+            "changeover_throttled", "1 while latency holds copies back.", value=int(pace.is_throttled)
+        )
+        yield GaugeMetricFamily(
+            "changeover_copy_limit_bytes_per_second",
+            "What may be copied and hashed; 0 while latency without it is measured.",
+            value=pace.bytes_per_s,
+        )
+        yield CounterMetricFamily(
+            "changeover_paced_bytes",
+            "Bytes copied, and bytes hashed.",
+            value=pace.admitted_bytes,
+        )
+        yield CounterMetricFamily("changeover_scrub_rounds", "Scrubs that ended.", value=self._scrub.rounds)
+        damaged = GaugeMetricFamily(
+            "changeover_damaged_tensors", "Tensors whose resident bytes changed.", labels=["model", "state"]
+        )
+        counts: dict[tuple[str, str], int] = {}
+        for version in self._host.versions:
+            if version.is_resident:
+                key = (version.ref.model, str(version.state))
+                counts[key] = counts.get(key, 0) + len(self._host.versions.damaged(version))
+        for (model, state), count in sorted(counts.items()):
+            damaged.add_metric([model, state], count)
+        yield damaged
 
     def _devices(self) -> Iterator[Metric]:
         """The memory of each device, and what NVML said last; no sample for what is not known."""

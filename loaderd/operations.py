@@ -42,6 +42,7 @@ class Operation:
     bytes_total: int = 0
     bytes_read: int = 0
     bytes_verified: int = 0
+    limit_bytes_per_s: int | None = None
     bytes_replicated: int = 0
     inferds_total: int = 0
     inferds_prepared: int = 0
@@ -86,6 +87,7 @@ class Operation:
             bytes_total=self.bytes_total,
             bytes_read=self.bytes_read,
             bytes_verified=self.bytes_verified,
+            limit_bytes_per_s=self.limit_bytes_per_s if self.is_running else None,
             bytes_replicated=self.bytes_replicated,
             inferds_total=self.inferds_total,
             inferds_prepared=self.inferds_prepared,

@@ -8,21 +8,32 @@ import threading
 from loaderd.operations import PROGRESS_EVERY_S, Operation, Operations
 from loaderd.planning import OpenedCheckpoint
 from shared.errors import Superseded
+from shared.gate import Pacer
 
 
 async def hash_signed(
-    operation: Operation, opened: OpenedCheckpoint, operations: Operations, cancelled: threading.Event
+    operation: Operation,
+    opened: OpenedCheckpoint,
+    operations: Operations,
+    cancelled: threading.Event,
+    pacer: Pacer,
 ) -> OpenedCheckpoint:
-    """The checkpoint with nothing in it left that only the signature vouches for; `opened` stays the
-    caller's, and what is returned shares its files.
+    """The checkpoint with nothing in it left that only the signature vouches for, as fast as `pacer` lets
+    it; `opened` stays the caller's, and what is returned shares its files.
 
     Raises SignatureRefused, CheckpointError, and Superseded once `cancelled` is set.
     """
     operation.check_not_superseded()
 
+    hashed_bytes = 0
+
     def note(done_bytes: int, total_bytes: int) -> None:
+        nonlocal hashed_bytes
         if cancelled.is_set():
             raise Superseded("the hashing was ended")
+        # Told after it was done, and so what is held back is the next.
+        nbytes, hashed_bytes = done_bytes - hashed_bytes, max(done_bytes, hashed_bytes)
+        pacer.admit(max(0, nbytes))
         operation.bytes_read, operation.bytes_total = done_bytes, total_bytes
 
     operations.enter(operation, "hashing")

@@ -57,7 +57,10 @@ class Reconciliation:
 
     def _is_behind(self, lease: Lease) -> bool:
         active = self._deployment.active
-        return active is not None and (lease.serving != active.tag or lease.epoch != self._deployment.epoch)
+        if active is None:
+            return False
+        is_to_heal = lease.serves_damaged and not self._host.versions.damaged(active)
+        return lease.serving != active.tag or lease.epoch != self._deployment.epoch or is_to_heal
 
     def _is_needless(self, lease: Lease, tag: VersionTag) -> bool:
         """Whether an inferd keeps memory that is on its way out, or that nobody here knows."""
@@ -103,14 +106,17 @@ class Reconciliation:
         config = deployment.config
         await self._drop_needless(lease)
         if self._is_behind(lease):
+            was_damaged = lease.serves_damaged and lease.serving == active.tag
             if lease.epoch > deployment.epoch or (
-                lease.epoch == deployment.epoch and lease.serving != active.tag
+                lease.epoch == deployment.epoch and (lease.serving != active.tag or was_damaged)
             ):
                 deployment.commit_found(active, Epoch(lease.epoch + 1))
             done: Prepared | None = None
             if not lease.has_prepared(active.tag):
-                copy = await self._host.copies.on(lease.device, active)
-                done = await lease.prepare(copy, config.prepare_timeout_s, config.drain_timeout_s)
+                deployment.check_sound(active)
+                with self._host.pace.work(f"preparing {active.ref}"):
+                    copy = await self._host.copies.on(lease.device, active)
+                    done = await lease.prepare(copy, config.prepare_timeout_s, config.drain_timeout_s)
             await lease.commit(active.tag, deployment.epoch, config.commit_timeout_s)
             self._host.chronicle.record(
                 "inferd.reconciled",
@@ -124,6 +130,9 @@ class Reconciliation:
                 if done is not None
                 else 0.0,
             )
+            if was_damaged:
+                # The slot that served has the same tag, and its bytes are of no use.
+                await lease.release(active.tag, config.drain_timeout_s)
             await self._drop_needless(lease)
         deployment.collect()
         await deployment.prepare_retained(lease)
@@ -225,7 +234,8 @@ class Reconciliation:
         versions = self._host.versions
         version = versions.new(tag.ref)
         try:
-            copy = await take_back(lease, tag, self._host.backend, versions.slabs, version.user)
+            with self._host.pace.work(f"adopting {tag.ref}") as work:
+                copy = await take_back(lease, tag, self._host.backend, versions.slabs, version.user, work)
             version.add_copy(lease.device, copy)
             version.config = read_config(copy.assets)
             versions.advance(version, VersionEvent.ADOPT, f"handed back by inferd {lease.name}")

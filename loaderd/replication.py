@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from shared.errors import DigestMismatch
+from shared.gate import Pacer
 from shared.ids import DeviceId, SlabId
 from shared.memory.backend import MemoryBackend, Slab
 from shared.resident import ResidentVersion, damaged_tensors
@@ -87,9 +88,14 @@ class Replicated:
 
 
 def replicate(
-    source: ResidentVersion, device: DeviceId, known: Mapping[SlabId, Slab], backend: MemoryBackend
+    source: ResidentVersion,
+    device: DeviceId,
+    known: Mapping[SlabId, Slab],
+    backend: MemoryBackend,
+    pacer: Pacer,
 ) -> Replicated:
-    """A copy of a resident version on another device, laid out alike, every new byte hashed there.
+    """A copy of a resident version on another device, laid out alike, every new byte hashed there, as fast as
+    `pacer` lets it.
 
     `known` are replicas that the device has already, by the id of the source's slab; they stay the
     caller's.  Blocking.  On any error nothing stays allocated.  Raises OutOfMemory, DriverError,
@@ -99,7 +105,10 @@ def replicate(
         lacking = {index: slab for index, slab in enumerate(source.slabs) if slab.entry.slab_id not in known}
         sizes = {(index, device): slab.entry.nbytes for index, slab in lacking.items()}
         replicas = Replicas(backend, sizes, undo)
-        new = {index: replicas.make(index, device, slab) for index, slab in lacking.items()}
+        new = {}
+        for index, slab in lacking.items():
+            pacer.admit(slab.entry.nbytes)
+            new[index] = replicas.make(index, device, slab)
         slabs = tuple(
             new[index] if index in new else known[slab.entry.slab_id]
             for index, slab in enumerate(source.slabs)
@@ -108,7 +117,7 @@ def replicate(
         copy = ResidentVersion(source.tag, layout, slabs, source.assets)
         # The others were hashed when they came to the device.
         tensors = tuple(tensor for tensor in layout.tensors if tensor.slab in new and tensor.nbytes)
-        damaged = damaged_tensors(replace(copy, layout=replace(layout, tensors=tensors)))
+        damaged = damaged_tensors(replace(copy, layout=replace(layout, tensors=tensors)), pacer)
         if damaged:
             raise DigestMismatch(
                 f"the copy on {device} is not what it was made from: damaged on the way",

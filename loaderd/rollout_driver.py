@@ -12,6 +12,7 @@ import structlog
 from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
 from loaderd.operations import Operation, Operations
+from loaderd.pace import Pace
 from loaderd.rollout import (
     Abandoned,
     CommitBroke,
@@ -61,7 +62,9 @@ class RolloutDriver:
         operation: Operation,
         operations: Operations,
         chronicle: Chronicle,
+        pace: Pace,
     ) -> None:
+        self._pace = pace
         self.tag = tag
         self._copies = copies
         self._epoch = epoch
@@ -172,9 +175,10 @@ class RolloutDriver:
         event: RolloutEvent
         try:
             if lease.id not in self._had_it:
-                done = await lease.prepare(
-                    self._copies[lease.device], self._limits.prepare_s, self._limits.drain_s
-                )
+                with self._pace.work(f"preparing {self.tag.ref}"):
+                    done = await lease.prepare(
+                        self._copies[lease.device], self._limits.prepare_s, self._limits.drain_s
+                    )
                 self._chronicle.publish(
                     "inferd.prepared",
                     f"inferd {lease.name} prepared {self.tag.ref}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from loaderd.checkpoint.header import TensorSource
 from loaderd.load_request import LoadProgress, LoadRequest
@@ -47,16 +47,17 @@ class Verification:
                 self._known[place] = (shared[name], request.seal.tensors[name].digest)
         progress.add_verified(sum(place[2] for place in self._known))
 
-    def batches(self, index: int, slab: Slab) -> list[list[Part]]:
-        """What is to be checked of a slab or of a replica, in pieces for one call of `check` each."""
-        return hash_batches(self._places[index], {index: slab})
+    def batches(self, index: int, slab: Slab, grain: Callable[[int], int]) -> list[list[Part]]:
+        """What is to be checked of a slab or of a replica, in pieces for one call of `check` each; `grain`
+        as in `hash_batches`."""
+        return hash_batches(self._places[index], {index: slab}, grain)
 
-    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Part]) -> None:
+    def check(self, filled: FilledSlab, slab: Slab, batch: Sequence[Part], spread_s: float) -> None:
         """Hash the parts of a batch where they lie.  Raises DigestMismatch unless they are what was read,
         what the seal says and what the other copies have.  Blocking, without the GIL."""
         with self._lock:
             digests = self._digests[slab.entry.device]
-        for part, one in zip(batch, resident_digests(batch, {filled.index: slab}), strict=True):
+        for part, one in zip(batch, resident_digests(batch, {filled.index: slab}, spread_s), strict=True):
             whole = digests.add(part, *one)
             if whole is not None:
                 self._found(part.place, slab, self._check_place(slab, part.place, *whole, filled.crcs))

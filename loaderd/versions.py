@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from loaderd.chronicle import Chronicle
+from loaderd.damage import Damage
 from loaderd.leases import Lease
 from loaderd.lifecycle import ENDED, VERSION_TABLE, VersionEvent, VersionLife, VersionState
 from loaderd.residents import Residents
 from loaderd.slab_table import SlabTable, UserId
-from shared.control import VersionReport
+from shared.control import DAMAGED_SHOWN, VersionReport
 from shared.digest import file_digest
 from shared.errors import InvariantError
 from shared.ids import DeviceId, Digest, Epoch, VersionRef, VersionTag
+from shared.layout import Layout
 from shared.messages import Tag
 from shared.resident import ResidentVersion
 
@@ -38,6 +40,7 @@ class Version:
     verified: Verified = "digest"
     epoch: Epoch | None = None
     config: Mapping[str, object] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)  # of each tensor, where it was read here
 
     @property
     def state(self) -> VersionState:
@@ -87,6 +90,7 @@ class VersionTable:
         self._users = itertools.count(1)
         self._versions: dict[UserId, Version] = {}
         self.slabs = slabs
+        self.damage = Damage()
 
     def __iter__(self) -> Iterator[Version]:
         return iter(tuple(self._versions.values()))
@@ -145,16 +149,43 @@ class VersionTable:
                 self.slabs.share(slab.entry.slab_id, user)
         return user
 
+    def damaged(self, version: Version) -> tuple[str, ...]:
+        """Tensors of a version that are damaged on any of its devices."""
+        names = (self.damage.names(copy.layout) for copy in version.copies.values())
+        return tuple(sorted(set().union(*names)))
+
+    def sound_copy(self, version: Version) -> ResidentVersion:
+        """A copy to make others from: one in which nothing is damaged, if there is such."""
+        copies = version.copies.values()
+        return next((copy for copy in copies if not self.damage.names(copy.layout)), version.content)
+
     def residents(self, devices: Collection[DeviceId] = ()) -> Residents:
         """What a plan for these devices may share or must count, by version label."""
         return Residents.of(
             {
-                self.label(version): [copy.layout for copy in version.copies.values()]
+                self.label(version): self._shareable(version)
                 for version in self._versions.values()
                 if version.is_resident
             },
             devices,
         )
+
+    def _shareable(self, version: Version) -> list[Layout]:
+        """The layouts of a version's copies without the tensors of slabs that are damaged anywhere: their
+        bytes count, and nobody gets them."""
+        layouts = [copy.layout for copy in version.copies.values()]
+        damaged = {
+            index
+            for layout in layouts
+            for index, slab in enumerate(layout.slabs)
+            if slab.slab_id in self.damage
+        }
+        if not damaged:
+            return layouts
+        return [
+            replace(layout, tensors=tuple(t for t in layout.tensors if t.slab not in damaged))
+            for layout in layouts
+        ]
 
     def label(self, version: Version) -> str:
         """The version's folder name, told apart from another load of the same folder."""
@@ -194,6 +225,7 @@ class VersionTable:
             tensors=len(layout.tensors),
             verified=version.verified,
             epoch=version.epoch,
+            damaged=self.damaged(version)[:DAMAGED_SHOWN],
             holders=tuple(holder for holder in holders if holder is not None),
         )
 

@@ -8,6 +8,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <span>
 #include <tuple>
@@ -54,15 +56,18 @@ std::vector<std::uint32_t> read_pieces(WritableSlab& slab, int borrow_fd, std::u
   return crcs;
 }
 
+constexpr std::uint64_t kLongestSpreadNs = 60'000'000'000;
+
 inline void check_leaf_bytes(std::uint64_t leaf_bytes) {
   if (leaf_bytes == 0) throw Misuse("a leaf has at least one byte");
 }
 
 // The SHA-256 leaves of all ranges of a slab, and their checksums if asked for; without the GIL.
 template <typename Slab>
-nb::bytes slab_leaves(const Slab& slab, const Places& places, std::uint64_t leaf_bytes,
+nb::bytes slab_leaves(const Slab& slab, const Places& places, std::uint64_t leaf_bytes, std::uint64_t spread_ns,
                       std::vector<std::uint32_t>* crcs = nullptr) {
   check_leaf_bytes(leaf_bytes);
+  const auto spread = std::chrono::nanoseconds(std::min(spread_ns, kLongestSpreadNs));
   std::vector<SlabRange> ranges;
   ranges.reserve(places.size());
   std::uint64_t leaves = 0;
@@ -75,7 +80,8 @@ nb::bytes slab_leaves(const Slab& slab, const Places& places, std::uint64_t leaf
   nb::bytes digests = new_bytes(leaves * kSha256Bytes);
   {
     const ReleaseGil released;
-    slab.digest(ranges, leaf_bytes, fill(digests), crcs != nullptr ? std::span(*crcs) : std::span<std::uint32_t>{});
+    slab.digest(ranges, leaf_bytes, fill(digests), crcs != nullptr ? std::span(*crcs) : std::span<std::uint32_t>{},
+                spread);
   }
   return digests;
 }
@@ -89,17 +95,17 @@ void bind_readable(nb::class_<Slab>& slab) {
       .def("borrow_fd", &Slab::borrow_fd)
       .def("crc32", &Slab::crc32, "offset_bytes"_a, "nbytes"_a, nb::call_guard<ReleaseGil>())
       .def("sha256_leaves_of",
-           [](const Slab& self, const Places& ranges, std::uint64_t leaf_bytes) {
-             return slab_leaves(self, ranges, leaf_bytes);
+           [](const Slab& self, const Places& ranges, std::uint64_t leaf_bytes, std::uint64_t spread_ns) {
+             return slab_leaves(self, ranges, leaf_bytes, spread_ns);
            },
-           "ranges"_a, "leaf_bytes"_a)
+           "ranges"_a, "leaf_bytes"_a, "spread_ns"_a = 0)
       .def("digests_of",
-           [](const Slab& self, const Places& ranges, std::uint64_t leaf_bytes) {
+           [](const Slab& self, const Places& ranges, std::uint64_t leaf_bytes, std::uint64_t spread_ns) {
              std::vector<std::uint32_t> crcs;
-             nb::bytes leaves = slab_leaves(self, ranges, leaf_bytes, &crcs);
+             nb::bytes leaves = slab_leaves(self, ranges, leaf_bytes, spread_ns, &crcs);
              return std::make_pair(std::move(crcs), std::move(leaves));
            },
-           "ranges"_a, "leaf_bytes"_a)
+           "ranges"_a, "leaf_bytes"_a, "spread_ns"_a = 0)
       .def("close", &Slab::close, nb::call_guard<ReleaseGil>());
 }
 

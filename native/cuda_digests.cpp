@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <thread>
 
 #include "crc32.hpp"
 #include "crc32_polynomial.hpp"
@@ -34,6 +35,9 @@ struct LeafRange {
   std::uint64_t nbytes;
   std::uint64_t first_leaf;
 };
+
+// Of each leaf in one launch where a call is spread: 16 KiB, a few tenths of a millisecond of one thread.
+constexpr std::uint64_t kSliceBlocks = 256;
 
 constexpr std::uint64_t kResultBytes = std::uint64_t{4} << 20;
 constexpr std::size_t kRangesPerLaunch = 8192;
@@ -125,18 +129,25 @@ std::uint32_t CudaDigests::crc32(cuda::DevicePointer data, std::uint64_t nbytes)
 }
 
 void CudaDigests::digest(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes,
-                         std::span<std::byte> leaves_out, std::span<std::uint32_t> crcs) {
+                         std::span<std::byte> leaves_out, std::span<std::uint32_t> crcs,
+                         std::chrono::nanoseconds spread) {
   if (leaf_bytes == 0) throw Misuse("a leaf has at least one byte");
   const ContextScope scope(device_);
   const Lease lease(*lanes_, [this] { return make_lane(); });
   Lane& lane = *lease;
   auto* const table = reinterpret_cast<LeafRange*>(lane.ranges.bytes().data());
+  const auto started = std::chrono::steady_clock::now();
+  double total_bytes = 0;
+  double launched_bytes = 0;
+  for (const DeviceRange& each : ranges) total_bytes += static_cast<double>(each.nbytes);
   std::size_t range = 0;
   std::size_t checked = 0;
   std::uint64_t done_bytes = 0;  // of the range: it may be cut at a leaf where a launch is full
   while (range < ranges.size()) {
     std::uint32_t count = 0;
     std::uint64_t leaves = 0;
+    std::uint64_t longest = 0;  // leaf
+    double bytes = 0;
     while (range < ranges.size() && count < kRangesPerLaunch && leaves < kLeavesPerLaunch) {
       const std::uint64_t left = ranges[range].nbytes - done_bytes;
       const std::uint64_t take = std::min(leaf_count(left, leaf_bytes), kLeavesPerLaunch - leaves);
@@ -144,6 +155,8 @@ void CudaDigests::digest(std::span<const DeviceRange> ranges, std::uint64_t leaf
       const std::uint64_t taken_bytes = take == leaf_count(left, leaf_bytes) ? left : take * leaf_bytes;
       if (take > 0) table[count++] = {ranges[range].data + done_bytes, taken_bytes, leaves};
       leaves += take;
+      longest = std::max(longest, std::min(leaf_bytes, taken_bytes));
+      bytes += static_cast<double>(taken_bytes);
       done_bytes += taken_bytes;
       if (done_bytes == ranges[range].nbytes) {
         ++range;
@@ -153,13 +166,25 @@ void CudaDigests::digest(std::span<const DeviceRange> ranges, std::uint64_t leaf
     if (leaves == 0) continue;  // empty ranges alone
     std::byte* results = lane.results.bytes().data();
     const LeafRange* first = table;
-    void* arguments[] = {&first, &count, &leaf_bytes, &leaves, &results};
-    lane.begin(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
-    // A leaf takes its thread some milliseconds however few there are; checksums fit in beside them.
-    for (; checked < crcs.size() && checked < range; ++checked) {
-      crcs[checked] = crc32(ranges[checked].data, ranges[checked].nbytes);
+    const std::size_t launched = std::min(crcs.size(), range);  // ranges whose checksums are due
+    const std::size_t before = checked;
+    const std::uint64_t blocks = longest / 64 + 2;  // at most, with the padding
+    const std::uint64_t slice = spread.count() > 0 ? kSliceBlocks : blocks;
+    for (std::uint64_t begin = 0; begin < blocks; begin += slice) {
+      std::uint64_t end = begin + slice;
+      void* arguments[] = {&first, &count, &leaf_bytes, &leaves, &begin, &end, &results};
+      lane.begin(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
+      const double part = std::min(1.0, static_cast<double>(end) / static_cast<double>(blocks));
+      // A leaf takes its thread some milliseconds however few there are; checksums fit in beside them.
+      const std::size_t due =
+          launched > before ? before + static_cast<std::size_t>(part * static_cast<double>(launched - before)) : 0;
+      for (; checked < due; ++checked) crcs[checked] = crc32(ranges[checked].data, ranges[checked].nbytes);
+      lane.wait();
+      if (spread.count() == 0) continue;
+      const double share = (launched_bytes + bytes * part) / total_bytes;
+      std::this_thread::sleep_until(started + std::chrono::duration_cast<std::chrono::nanoseconds>(spread * share));
     }
-    lane.wait();
+    launched_bytes += bytes;
     const std::uint64_t size = leaves * kSha256Bytes;
     std::memcpy(leaves_out.data(), results, size);
     leaves_out = leaves_out.subspan(size);

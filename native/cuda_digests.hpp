@@ -4,6 +4,7 @@
 // and a pinned buffer to itself, so that calls of several threads overlap and serving goes first.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,9 +35,10 @@ class CudaDigests {
   std::uint32_t crc32(cuda::DevicePointer data, std::uint64_t nbytes);
   // The SHA-256 leaves of all ranges, one after the other, as sha256.hpp, and the CRC32 of each unless
   // `crcs` is empty, computed while the leaves are.  Blocking.  Fast only with tens of thousands of leaves
-  // at once, whatever their ranges.
+  // at once, whatever their ranges.  With `spread` it takes about that long: in launches of some tenths of a
+  // millisecond with pauses, for the sake of whoever else computes on the device.
   void digest(std::span<const DeviceRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
-              std::span<std::uint32_t> crcs);
+              std::span<std::uint32_t> crcs, std::chrono::nanoseconds spread = {});
 
  private:
   struct Lane;

@@ -69,14 +69,14 @@ void CudaSlab::check_range(std::uint64_t offset, std::uint64_t nbytes) const {
 }
 
 void CudaSlab::digest(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
-                      std::span<std::uint32_t> crcs) const {
+                      std::span<std::uint32_t> crcs, std::chrono::nanoseconds spread) const {
   const auto region = share();
   std::vector<DeviceRange> places;
   places.reserve(ranges.size());
   for (const SlabRange& range : ranges) {
     places.push_back({region->range(range.offset, range.nbytes), range.nbytes});
   }
-  region->device().digests().digest(places, leaf_bytes, leaves, crcs);
+  region->device().digests().digest(places, leaf_bytes, leaves, crcs, spread);
 }
 
 void CudaSlab::close() {

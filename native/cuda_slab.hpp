@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -33,8 +34,9 @@ class CudaSlab {
   void check_range(std::uint64_t offset, std::uint64_t nbytes) const;
   // The SHA-256 leaves of all ranges (offset and length), one after the other, 32 bytes per leaf: `leaves`
   // has room for `leaf_count` of each of them.  And the CRC32 of each range, unless `crcs` is empty.
+  // With `spread` it takes about that long and is gentle.
   void digest(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
-              std::span<std::uint32_t> crcs) const;
+              std::span<std::uint32_t> crcs, std::chrono::nanoseconds spread = {}) const;
   // The region, kept alive beyond `close`.
   std::shared_ptr<const CudaRegion> share() const;
   // Gives up this owner's reference.  Where it is the last one, waits for the GPU and for the release.

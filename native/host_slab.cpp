@@ -120,7 +120,7 @@ std::uint32_t HostSlab::crc32(std::uint64_t offset, std::uint64_t nbytes) const 
 }
 
 void HostSlab::digest(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
-                      std::span<std::uint32_t> crcs) const {
+                      std::span<std::uint32_t> crcs, std::chrono::nanoseconds) const {
   const auto region = share();
   const ShaIsa isa = best_sha_isa();
   const std::uint64_t step_bytes = std::max(kHashStepBytes / leaf_bytes, std::uint64_t{1}) * leaf_bytes;

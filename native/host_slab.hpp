@@ -18,6 +18,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -57,8 +58,9 @@ class HostSlab {
   std::uint32_t crc32(std::uint64_t offset, std::uint64_t nbytes) const;
   // The SHA-256 leaves of all ranges, one after the other, 32 bytes per leaf: `leaves` has room for
   // `leaf_count` of each of them.  And the CRC32 of each range, unless `crcs` is empty.  Reads each byte once.
+  // A core that hashes keeps nobody else's from computing: there is nothing to spread over a time.
   void digest(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
-              std::span<std::uint32_t> crcs) const;
+              std::span<std::uint32_t> crcs, std::chrono::nanoseconds spread = {}) const;
   // The region, kept alive beyond `close`.
   std::shared_ptr<const Region> share() const;
   void close();

@@ -54,10 +54,13 @@ class HostSlab:
     def crc32(self, offset_bytes: int, nbytes: int) -> int:
         """Without the GIL."""
 
-    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int) -> bytes:
-        """Those of all ranges (offset, bytes), one after the other.  Without the GIL."""
+    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int = 0) -> bytes:
+        """Those of all ranges (offset, bytes), one after the other; `spread_ns` means nothing here.  Without
+        the GIL."""
 
-    def digests_of(self, ranges: list[tuple[int, int]], leaf_bytes: int) -> tuple[list[int], bytes]:
+    def digests_of(
+        self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int = 0
+    ) -> tuple[list[int], bytes]:
         """The CRC32 of each range, and all leaves; each byte is read once.  Without the GIL."""
 
     def view(self, offset_bytes: int, nbytes: int) -> DlpackCapsule:
@@ -153,11 +156,14 @@ class CudaSlab:
     def crc32(self, offset_bytes: int, nbytes: int) -> int:
         """By a kernel.  Without the GIL."""
 
-    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int) -> bytes:
-        """Those of all ranges (offset, bytes), one after the other, in one go.  Without the GIL."""
+    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int = 0) -> bytes:
+        """Those of all ranges (offset, bytes), one after the other, in one go, or in short launches spread
+        over `spread_ns` (at most a minute).  Without the GIL."""
 
-    def digests_of(self, ranges: list[tuple[int, int]], leaf_bytes: int) -> tuple[list[int], bytes]:
-        """The CRC32 of each range, and all leaves, computed side by side.  Without the GIL."""
+    def digests_of(
+        self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int = 0
+    ) -> tuple[list[int], bytes]:
+        """The CRC32 of each range, and all leaves, computed side by side; `spread_ns` as above."""
 
     def view(self, offset_bytes: int, nbytes: int) -> DlpackCapsule:
         """The bytes themselves; keeps the mapping alive."""

@@ -143,6 +143,7 @@ class OperationReport(WireModel):
     bytes_total: Count = 0
     bytes_read: Count = 0
     bytes_verified: Count = 0
+    limit_bytes_per_s: Count | None = None  # while copies yield to decoding
     bytes_replicated: Count = 0  # copied from one device to others
     inferds_total: Count = 0
     inferds_prepared: Count = 0
@@ -172,6 +173,10 @@ class HolderReport(WireModel):
     age_s: Seconds
 
 
+DAMAGED_SHOWN = 20
+"""Names of damaged tensors in a report; `verify` names more."""
+
+
 class VersionReport(WireModel):
     """A version that loaderd knows."""
 
@@ -184,6 +189,7 @@ class VersionReport(WireModel):
     tensors: Count
     verified: Literal["digest", "sealed", "signed"]
     epoch: Count | None = None
+    damaged: tuple[str, ...] = ()  # tensors, the first DAMAGED_SHOWN
     holders: tuple[HolderReport, ...] = ()
 
 
@@ -195,6 +201,7 @@ class SlotReport(WireModel):
     tag: Tag | None = None
     references: Count = 0
     age_s: Seconds = 0.0
+    is_damaged: bool = False
 
 
 class InferdReport(WireModel):

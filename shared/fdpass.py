@@ -124,6 +124,7 @@ class SeqpacketChannel:
         """The next frame and its fds, which the caller must close.  Raises PeerGone at the end of the
         connection, ProtocolError if the kernel had to cut the frame or its fds."""
         loop = asyncio.get_running_loop()
+        was_reset = False
         while True:
             self._check_open()
             try:
@@ -136,7 +137,12 @@ class SeqpacketChannel:
                 await self._ready(loop.add_reader, loop.remove_reader)
                 continue
             except ConnectionResetError as error:
-                raise PeerGone("the peer reset the handoff connection") from error
+                # The peer closed before it had read everything; the kernel says so once, ahead of the
+                # frames that the peer had sent.
+                if was_reset:
+                    raise PeerGone("the peer reset the handoff connection") from error
+                was_reset = True
+                continue
             except OSError as error:
                 raise DriverError("recvmsg", error.errno or 0, error.strerror or "") from error
             fds = ReceivedFds(_fds_in(ancillary))

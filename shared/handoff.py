@@ -21,6 +21,9 @@ FDS_PER_FRAME = 128
 SLOTS = 2
 """An inferd's slots: no more can be held or reported."""
 
+DAMAGED_PLACES = 200
+"""Damaged places told at once; more change nothing about what is to be done."""
+
 SlabCount = Annotated[int, Field(ge=0, le=MAX_SLABS)]
 
 
@@ -110,7 +113,10 @@ class Failed(WireModel):
 
 
 class Report(WireModel):
-    """Unasked: the slots after a change, and the load about once a second."""
+    """Unasked: the slots after a change, and the load about once a second, or as often as `Pace` says.
+
+    The last four count up from the start of inferd.
+    """
 
     kind: Literal["report"] = "report"
     epoch: Count
@@ -118,6 +124,9 @@ class Report(WireModel):
     running: Count
     waiting: Count
     tokens_generated: Count
+    decode_steps: Count = 0  # steps right after another that only gave sequences their next token
+    decode_ns: Count = 0  # these steps took together: over decode_steps, the time between two tokens
+    hashed_bytes: Count = 0  # as mapped here
 
 
 # --- loaderd → inferd ----------------------------------------------------------------------------
@@ -180,6 +189,31 @@ class Release(WireModel):
     timeout_s: Seconds
 
 
+class Pace(WireModel):
+    """How often to report from now on, and how fast to hash what is mapped: as fast as it goes where
+    `bytes_per_s` is None, not at all where it is 0.  Holds until the next one or the end of the lease; not
+    answered."""
+
+    kind: Literal["pace"] = "pace"
+    report_every_s: Annotated[float, Field(ge=0.01, le=60)]
+    bytes_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+
+
+class DamagedPlace(WireModel):
+    """Where a slab's bytes are no longer those that were verified."""
+
+    slab_id: Name
+    offset_bytes: Count  # of a tensor
+
+
+class Damaged(WireModel):
+    """What was found damaged, in slabs that inferd may map or not; not answered.  inferd goes on serving
+    and says that it is not ready."""
+
+    kind: Literal["damaged"] = "damaged"
+    places: Annotated[tuple[DamagedPlace, ...], Field(min_length=1, max_length=DAMAGED_PLACES)]
+
+
 class HandBack(WireModel):
     """Send the fds of held version `tag`, so that a restarted loaderd can adopt its memory."""
 
@@ -205,7 +239,7 @@ FromInferd = Annotated[
     Field(discriminator="kind"),
 ]
 FromLoaderd = Annotated[
-    Welcome | Refused | Prepare | SlabBatch | Announce | Commit | Release | HandBack,
+    Welcome | Refused | Prepare | SlabBatch | Announce | Commit | Release | HandBack | Pace | Damaged,
     Field(discriminator="kind"),
 ]
 

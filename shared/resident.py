@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from shared._native import crc32_combine
 from shared.digest import LEAF_BYTES, file_digest, tensor_digest, version_digest
 from shared.errors import DigestMismatch
+from shared.gate import PIECE_BYTES, Gate, Pacer
 from shared.ids import Digest, VersionTag
-from shared.layout import Layout, TensorEntry
+from shared.layout import Layout
 from shared.memory.backend import Slab
 
 HASHING_THREADS = os.cpu_count() or 1
@@ -68,14 +70,17 @@ class Part:
     nbytes: int
 
 
-def hash_batches(places: Iterable[Place], slabs: Mapping[int, Slab]) -> list[list[Part]]:
-    """Parts of one slab each, as many together as the slab's backend likes to hash in one call; `slabs`
-    has those that the places name.  Large places are cut, so that threads share their bytes."""
+def hash_batches(
+    places: Iterable[Place], slabs: Mapping[int, Slab], grain: Callable[[int], int] = int
+) -> list[list[Part]]:
+    """Parts of one slab each, as many together as the slab's backend likes to hash in one call, or as
+    `grain` makes of that number; `slabs` has those that the places name.  Large places are cut, so that
+    threads share their bytes."""
     batches: list[list[Part]] = []
     filled = 0
     for place in sorted(places):
         slab, _, nbytes = place
-        most = max(slabs[slab].batch_bytes // LEAF_BYTES, 1) * LEAF_BYTES
+        most = max(grain(slabs[slab].batch_bytes) // LEAF_BYTES, 1) * LEAF_BYTES
         for start in range(0, nbytes, most):
             part = Part(place, start, min(most, nbytes - start))
             is_next = bool(batches) and batches[-1][0].place[0] == slab and filled + part.nbytes <= most
@@ -113,58 +118,99 @@ class PlaceDigests:
         return combined, b"".join(parts[start][2] for start in sorted(parts))
 
 
-def resident_leaves(batch: Sequence[Part], slabs: Mapping[int, Slab]) -> list[bytes]:
-    """Leaves of the bytes that lie at the parts of one batch now.  Blocking, without the GIL."""
-    return slabs[batch[0].place[0]].sha256_leaves_of(_ranges(batch), LEAF_BYTES)
-
-
-def resident_digests(batch: Sequence[Part], slabs: Mapping[int, Slab]) -> list[tuple[int, bytes]]:
-    """CRC32 and leaves of the bytes that lie at the parts of one batch now.  Blocking, without the GIL."""
-    return slabs[batch[0].place[0]].digests_of(_ranges(batch), LEAF_BYTES)
+def resident_digests(
+    batch: Sequence[Part], slabs: Mapping[int, Slab], spread_s: float
+) -> list[tuple[int, bytes]]:
+    """CRC32 and leaves of the bytes that lie at the parts of one batch now, spread over a time where that
+    spares others (`Slab.sha256_leaves_of`).  Blocking, without the GIL."""
+    return slabs[batch[0].place[0]].digests_of(_ranges(batch), LEAF_BYTES, spread_s)
 
 
 def _ranges(batch: Sequence[Part]) -> list[tuple[int, int]]:
     return [(part.place[1] + part.start, part.nbytes) for part in batch]
 
 
+class _Queue:
+    """What is still to be hashed, in order; threads take from it as much as they may hash at once."""
+
+    def __init__(self, places: Iterable[Place], slabs: Sequence[Slab]) -> None:
+        self._slabs = slabs
+        self._lock = threading.Lock()
+        self._left = deque(
+            Part(place, start, min(PIECE_BYTES, place[2] - start))
+            for place in sorted(places)
+            for start in range(0, place[2], PIECE_BYTES)
+        )
+
+    def take(self, pacer: Pacer) -> list[Part]:
+        """Parts of one slab; none once all are taken."""
+        with self._lock:
+            if not self._left:
+                return []
+            batch = [self._left.popleft()]
+            slab, filled = batch[0].place[0], batch[0].nbytes
+            most = pacer.grain_bytes(self._slabs[slab].batch_bytes)
+            while self._left and self._left[0].place[0] == slab and filled + self._left[0].nbytes <= most:
+                batch.append(self._left.popleft())
+                filled += batch[-1].nbytes
+            return batch
+
+
 def damaged_tensors(
-    version: ResidentVersion, on_verified: Callable[[int], None] = lambda nbytes: None
+    version: ResidentVersion,
+    pacer: Pacer | None = None,
+    on_verified: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[str, ...]:
     """Names of tensors whose resident bytes are not those of the layout table.
 
-    Hashes every distinct place once; `on_verified` gets the bytes that were hashed, on a worker's thread.
-    Blocking: about 1 s per 2.5 GB and thread on the host.
+    Hashes every distinct place once, as fast as `pacer` lets it; `on_verified` gets the bytes that were
+    hashed, on a worker's thread.  Blocking: about 1 s per 2.5 GB and thread on the host.
     """
-    slabs = dict(enumerate(version.slabs))
-    places: dict[Place, list[TensorEntry]] = {}
-    for tensor in version.layout.tensors:
-        places.setdefault((tensor.slab, tensor.offset_bytes, tensor.nbytes), []).append(tensor)
+    gate: Pacer = pacer if pacer is not None else Gate()
+    places = {(tensor.slab, tensor.offset_bytes, tensor.nbytes) for tensor in version.layout.tensors}
+    found: dict[Place, Digest] = {place: tensor_digest(b"") for place in places if place[2] == 0}
+    queue, digests = _Queue(places, version.slabs), PlaceDigests()
+    failed = threading.Event()
 
-    digests = PlaceDigests()
+    def work() -> None:
+        try:
+            while not failed.is_set() and (batch := queue.take(gate)):
+                nbytes = sum(part.nbytes for part in batch)
+                gate.admit(nbytes)
+                slab = version.slabs[batch[0].place[0]]
+                hashed = slab.sha256_leaves_of(_ranges(batch), LEAF_BYTES, gate.spread_s(nbytes))
+                for part, leaves in zip(batch, hashed, strict=True):
+                    whole = digests.add(part, 0, leaves)
+                    if whole is not None:
+                        found[part.place] = tensor_digest(whole[1])
+                on_verified(nbytes)
+        except BaseException:
+            failed.set()
+            raise
 
-    def check(batch: list[Part]) -> list[str]:
-        damaged: list[str] = []
-        for part, leaves in zip(batch, resident_leaves(batch, slabs), strict=True):
-            whole = digests.add(part, 0, leaves)
-            if whole is not None:
-                found = tensor_digest(whole[1])
-                damaged += [tensor.name for tensor in places[part.place] if tensor.digest != found]
-            on_verified(part.nbytes)
-        return damaged
-
-    batches = hash_batches((place for place in places if place[2]), slabs)
     with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hash") as workers:
-        damaged = [name for names in workers.map(check, batches) for name in names]
-    nothing = tensor_digest(b"")
-    empty = (tensor for tensor in version.layout.tensors if tensor.nbytes == 0)
-    return tuple(sorted([*damaged, *(tensor.name for tensor in empty if tensor.digest != nothing)]))
+        for done in [workers.submit(work) for _ in range(HASHING_THREADS)]:
+            done.result()
+    return tuple(
+        sorted(
+            tensor.name
+            for tensor in version.layout.tensors
+            if found[tensor.slab, tensor.offset_bytes, tensor.nbytes] != tensor.digest
+        )
+    )
 
 
-def check_identity(version: ResidentVersion, *, hash_bytes: bool) -> None:
+def name_tensors(names: Sequence[str]) -> str:
+    """`tensor a`, or `tensor a and 3 more`."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"tensor {names[0]}{more}"
+
+
+def check_identity(version: ResidentVersion, *, hash_bytes: bool, pacer: Pacer | None = None) -> None:
     """Raise DigestMismatch unless the version is what its tag says.
 
     The tables are always checked against the tag; with `hash_bytes` every resident byte is hashed
-    against the tables too, so that the tag then speaks for the bytes themselves.
+    against the tables too, as fast as `pacer` lets it, so that the tag then speaks for the bytes themselves.
     """
     found = content_digest(version.layout, version.assets)
     if found != version.tag.digest:
@@ -172,7 +218,7 @@ def check_identity(version: ResidentVersion, *, hash_bytes: bool) -> None:
             f"tables amount to {found}, expected {version.tag.digest}", file=str(version.tag.ref)
         )
     if hash_bytes:
-        damaged = damaged_tensors(version)
+        damaged = damaged_tensors(version, pacer)
         if damaged:
             raise DigestMismatch(
                 f"resident bytes of {len(damaged)} tensors are not those that were verified",

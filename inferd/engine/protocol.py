@@ -116,6 +116,8 @@ class EngineLoad:
     sequences_by_slot: tuple[int, ...]  # running and waiting, per slot
     tokens_generated: int
     preemptions: int
+    decode_steps: int = 0  # right after another step, and of single next tokens only
+    decode_ns: int = 0  # from the end of the step before to their end, all together
 
 
 class Tokenizer(Protocol):

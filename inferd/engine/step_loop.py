@@ -102,6 +102,8 @@ class StepLoop:
         self._steps = 0
         self._last_step_ns = 0
         self._tokens = 0
+        self._decode_steps = 0
+        self._decode_ns = 0
 
     # --- any thread ------------------------------------------------------------------------------
 
@@ -167,6 +169,8 @@ class StepLoop:
                 sequences_by_slot=self.scheduler.by_slot(),
                 tokens_generated=self._tokens,
                 preemptions=self.scheduler.preemptions,
+                decode_steps=self._decode_steps,
+                decode_ns=self._decode_ns,
             )
 
     # --- the step thread -------------------------------------------------------------------------
@@ -190,6 +194,7 @@ class StepLoop:
     def _run_once(self) -> bool:
         """Wait for work and run one step; False when it is time to stop."""
         with self._wake:
+            was_idle = not self.scheduler.has_work
             self._wake.wait_for(lambda: self._is_stopping or self.scheduler.has_work)
             if self._is_stopping:
                 return False
@@ -202,8 +207,13 @@ class StepLoop:
             with self._on_device():
                 self._step(plan)
         with self.lock:
-            self._steps += bool(plan.batches)
-            self._last_step_ns = monotonic_ns()
+            now_ns = monotonic_ns()
+            if plan.batches:
+                self._steps += 1
+                if not was_idle and all(batch.decodes == len(batch.chunks) for batch in plan.batches):
+                    self._decode_steps += 1
+                    self._decode_ns += now_ns - self._last_step_ns
+            self._last_step_ns = now_ns
             if not self.scheduler.has_work:
                 self.scheduler.check()
         return True

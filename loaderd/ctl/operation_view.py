@@ -172,10 +172,11 @@ def progress_detail(report: OperationReport, verify_bytes: int = 0) -> str:
     """
     match report.stage:
         case "hashing" | "loading":
-            return _amount(report.bytes_read, report.bytes_total, rate(report.bytes_read, report.load_s))
+            speed = rate(report.bytes_read, report.load_s)
+            return _amount(report.bytes_read, report.bytes_total, speed) + _throttled(report)
         case "verifying":
             speed = rate(hashed_bytes(report), report.verify_s)
-            return _amount(report.bytes_verified, verify_bytes, speed)
+            return _amount(report.bytes_verified, verify_bytes, speed) + _throttled(report)
         case "preparing":
             return f"{report.inferds_prepared} of {report.inferds_total} inferds"
         case "committing":
@@ -191,6 +192,12 @@ def show_conclusion(terminal: Terminal, conclusion: Conclusion, said: Container[
     message = failure(conclusion)
     if message:
         terminal.error(message)
+
+
+def _throttled(report: OperationReport) -> str:
+    if report.limit_bytes_per_s is None:
+        return ""
+    return f", throttled to {size(report.limit_bytes_per_s)}/s to spare requests"
 
 
 def _amount(done_bytes: int, total_bytes: int, speed: str) -> str:

@@ -119,7 +119,8 @@ def inferds(reports: Iterable[InferdReport]) -> RenderableType:
 
 
 def resident(reports: Sequence[VersionReport], now_ns: int) -> Iterator[RenderableType]:
-    """Versions that loaderd knows; then, if there is any, who keeps whose memory and since when."""
+    """Versions that loaderd knows; then, if there is any, what is damaged, and who keeps whose memory and
+    since when."""
     if not reports:
         yield Text("no version is resident")
         return
@@ -160,6 +161,10 @@ def resident(reports: Sequence[VersionReport], now_ns: int) -> Iterator[Renderab
                 _plain(age(holder.age_s)),
             )
     yield table
+    for report in reports:
+        if report.damaged:
+            names = ", ".join(report.damaged)
+            yield _plain(f"{report.tag.model}-{report.tag.version} is DAMAGED: {names}", "bold red")
     if holders.row_count:
         yield holders
 
@@ -317,4 +322,6 @@ def _slot(slot: SlotReport | None) -> Text:
     words = [slot.state]
     if slot.tag is not None:
         words += [slot.tag.version, f"refs {slot.references}", age(slot.age_s)]
+    if slot.is_damaged:
+        return _plain(" ".join([*words, "DAMAGED"]), "bold red")
     return _plain(" ".join(words), _STATE_STYLE.get(slot.state, ""))

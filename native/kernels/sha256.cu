@@ -1,7 +1,9 @@
 // SHA-256 (FIPS 180-4) of the leaves of ranges of device memory, one thread per leaf.
 //
 // A leaf is hashed in order, so that one range keeps the device busy only if it has tens of thousands of
-// them: many ranges go into one launch.
+// them: many ranges go into one launch.  For the same reason a launch over whole leaves takes milliseconds
+// however few they are, and whoever else uses the device waits that long: leaves can be hashed in slices, a
+// launch for each, with the state of each leaf kept where its digest will be.
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -67,10 +69,11 @@ struct Range {
   u64 first_leaf;  // of all leaves of the launch; ascending, the first is 0
 };
 
-// Leaf i of a range holds its bytes from i * leaf_bytes to the next leaf or the end.
+// Leaf i of a range holds its bytes from i * leaf_bytes to the next leaf or the end.  Of every leaf the blocks
+// of 64 bytes (with padding) from `first_block` up to `end_block` are hashed; slices go in order, from 0.
 extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __restrict__ ranges, u32 range_count,
-                                                               u64 leaf_bytes, u64 leaves,
-                                                               u32* __restrict__ digests) {
+                                                               u64 leaf_bytes, u64 leaves, u64 first_block,
+                                                               u64 end_block, u32* __restrict__ digests) {
   const u64 leaf = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (leaf >= leaves) return;
   u32 low = 0;
@@ -87,12 +90,19 @@ extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __re
   const u64 whole = size / 64;
   const u64 blocks = (size + 9 + 63) / 64;  // with the padding: one bit, and the length in 64 bits
 
+  if (first_block >= blocks) return;  // a short leaf, done before
+  const u64 end = end_block < blocks ? end_block : blocks;
+
   u32 h[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  if (first_block > 0) {
+#pragma unroll
+    for (int word = 0; word < 8; ++word) h[word] = digests[leaf * 8 + word];
+  }
   // The next block is on its way from memory while this one is hashed.
   uint4 ahead[4];
-  if (whole > 0 && is_aligned) load(ahead, from);
+  if (first_block < whole && is_aligned) load(ahead, from + first_block * 64);
 #pragma unroll 1
-  for (u64 block = 0; block < blocks; ++block) {
+  for (u64 block = first_block; block < end; ++block) {
     const u8* const at = from + block * 64;
     u32 w[16];
     if (block < whole && is_aligned) {
@@ -128,5 +138,5 @@ extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __re
     compress(h, w);
   }
 #pragma unroll
-  for (int word = 0; word < 8; ++word) digests[leaf * 8 + word] = big_endian(h[word]);
+  for (int word = 0; word < 8; ++word) digests[leaf * 8 + word] = end == blocks ? big_endian(h[word]) : h[word];
 }

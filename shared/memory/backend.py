@@ -44,13 +44,18 @@ class Slab(Protocol):
         """How many bytes are best hashed in one call of `sha256_leaves_of` or `digests_of`."""
         ...
 
-    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
-        """`sha256_leaves` of each range (offset, bytes), in one go where that is faster."""
+    def sha256_leaves_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[bytes]:
+        """`sha256_leaves` of each range (offset, bytes), in one go where that is faster; where others would
+        wait for the device meanwhile, spread over `spread_s`."""
         ...
 
-    def digests_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[tuple[int, bytes]]:
+    def digests_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[tuple[int, bytes]]:
         """`crc32` and `sha256_leaves` of each range (offset, bytes), from one look at the bytes where that
-        is faster."""
+        is faster; `spread_s` as above."""
         ...
 
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:

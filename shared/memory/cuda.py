@@ -71,7 +71,8 @@ class CudaSlab(ReadableSlab[_native.CudaSlab]):
 
     Its digests are computed by kernels over the device's bytes, compiled at the first call (DriverMissing
     without NVRTC).  SHA-256 takes one thread per leaf: one call for many tensors (`sha256_leaves_of`) is
-    far faster than a call for each.
+    far faster than a call for each.  A launch takes some 6 ms however few the leaves are, and processes take
+    turns on a GPU: with `spread_s` there are many of some tenths of a millisecond with pauses between them.
     """
 
     __slots__ = ("_after_close",)

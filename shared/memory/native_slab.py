@@ -28,9 +28,11 @@ class _Readable(_Closable, Protocol):
 
     def crc32(self, offset_bytes: int, nbytes: int) -> int: ...
 
-    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int) -> bytes: ...
+    def sha256_leaves_of(self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int) -> bytes: ...
 
-    def digests_of(self, ranges: list[tuple[int, int]], leaf_bytes: int) -> tuple[list[int], bytes]: ...
+    def digests_of(
+        self, ranges: list[tuple[int, int]], leaf_bytes: int, spread_ns: int
+    ) -> tuple[list[int], bytes]: ...
 
     def view(self, offset_bytes: int, nbytes: int) -> Any: ...
 
@@ -91,13 +93,18 @@ class ReadableSlab(NativeOwner[Readable]):
     def sha256_leaves(self, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
         return self.sha256_leaves_of([(offset_bytes, nbytes)], leaf_bytes)[0]
 
-    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
+    def sha256_leaves_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[bytes]:
         self._check_ranges(ranges, leaf_bytes)
-        return _cut(self._native.sha256_leaves_of(list(ranges), leaf_bytes), ranges, leaf_bytes)
+        leaves = self._native.sha256_leaves_of(list(ranges), leaf_bytes, round(spread_s * 1e9))
+        return _cut(leaves, ranges, leaf_bytes)
 
-    def digests_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[tuple[int, bytes]]:
+    def digests_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[tuple[int, bytes]]:
         self._check_ranges(ranges, leaf_bytes)
-        crcs, leaves = self._native.digests_of(list(ranges), leaf_bytes)
+        crcs, leaves = self._native.digests_of(list(ranges), leaf_bytes, round(spread_s * 1e9))
         return list(zip(crcs, _cut(leaves, ranges, leaf_bytes), strict=True))
 
     def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from loaderd import loading
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.crew import Crew
 from loaderd.filling import Filling
-from loaderd.load_request import LoadProgress, LoadRequest, Unpaced
+from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import load_and_verify
 from loaderd.placement import PlacementRules
 from loaderd.plan import Candidate, DeviceMemory, Plan, plan_push
@@ -20,6 +20,7 @@ from loaderd.residents import Residents
 from loaderd.seal.check import check_against
 from loaderd.seal.document import Seal, read_seal
 from shared.digest import file_digest
+from shared.gate import Gate
 from shared.ids import VersionRef
 from shared.memory.backend import MemoryBackend, Slab
 from shared.memory.selection import open_backend
@@ -115,7 +116,7 @@ def _request(checkpoint: Checkpoint, seal: Seal | None, plan: Plan, backend: Mem
 def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:
     """The reading of a load alone, on as many threads: what the daemon never offers to anyone."""
     with ExitStack() as undo:
-        filling = Filling(request, backend, LoadProgress(), Unpaced(), lambda filled, slab: None, undo)
+        filling = Filling(request, backend, LoadProgress(), Gate(), lambda filled, slab: None, undo)
         with Crew(threading.Event(), loading.READERS) as crew:
             crew.wait(crew.start(loading.READERS, lambda: filling.read(crew)))
             crew.check()

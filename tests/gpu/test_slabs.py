@@ -171,6 +171,7 @@ def test_many_ranges_are_hashed_in_one_go(backend: CudaBackend) -> None:
                 for offset, nbytes in some
             ]
             assert slab.sha256_leaves_of(some, leaf) == expected
+            assert slab.sha256_leaves_of(some, leaf, 0.05) == expected, "in slices"
         assert slab.sha256_leaves_of([], 64) == []
         with pytest.raises(InvariantError):
             slab.sha256_leaves_of([(0, 1), (len(data), 1)], 64)

@@ -78,17 +78,21 @@ class Puppet:
         return message
 
     def hear_with_fds(self, kind: str) -> tuple[dict[str, Any], list[int]]:
-        """The next message, which must be of this kind, and its fds, which the caller closes."""
-        frame, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 128)
-        assert frame, f"the connection ended where {kind} was due"
-        message: dict[str, Any] = msgpack.unpackb(frame)
-        assert message["kind"] == kind, message
-        return message, fds
+        """The next message, which must be of this kind, and its fds, which the caller closes.  What is said
+        of pace may come at any time and is passed over."""
+        while True:
+            frame, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 128)
+            assert frame, f"the connection ended where {kind} was due"
+            message: dict[str, Any] = msgpack.unpackb(frame)
+            if message["kind"] != "pace":
+                assert message["kind"] == kind, message
+                return message, fds
 
     def hear_end(self) -> None:
         """The connection must end here."""
         with suppress(ConnectionResetError):  # loaderd had not read everything
-            assert self._socket.recv(1 << 16) == b""
+            while frame := self._socket.recv(1 << 16):
+                assert msgpack.unpackb(frame)["kind"] == "pace", frame
 
     def hand_back(self, request: dict[str, Any], version: ResidentVersion) -> None:
         with table_fds(version) as fds:

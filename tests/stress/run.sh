@@ -61,6 +61,7 @@ for kind in tsan asan; do
   done
   passes $kind cuda_slab_faults
   passes $kind digest_edges
+  passes $kind sha256_kernel
   is_found $kind broken_slot_race
 done
 for order in acquire release acq_rel; do is_found tsan "relaxed_${order}_slot_race"; done

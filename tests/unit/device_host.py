@@ -32,6 +32,7 @@ from shared.control import (
     Status,
     StatusReport,
 )
+from shared.gate import Gate
 from shared.ids import DeviceId, Generation, VersionTag
 from shared.messages import InFlight
 from shared.resident import ResidentVersion
@@ -136,6 +137,7 @@ class DeviceHost:
         await stack.enter_async_context(supervisor)
         loaderd.recover()
         supervisor.start(loaderd.handoff.run(listener), name="handoff")
+        supervisor.start(loaderd.pace.run(), name="pace")
 
     async def stop(self) -> None:
         """End loaderd; what inferds map stays."""
@@ -162,7 +164,8 @@ class DeviceHost:
                 each.slots_changed()
 
         slots = Slots(MODEL, changed, lambda tag: None)
-        preparer = Preparer(slots, engine, backend, verify_mapped=True)
+        gate = Gate()
+        preparer = Preparer(slots, engine, backend, gate, verify_mapped=True)
         link = LoaderdLink(
             Identity(name, MODEL, device),
             self.folder / "handoff.sock",
@@ -171,6 +174,7 @@ class DeviceHost:
             engine,
             backend,
             lambda policy, before: 0,
+            gate,
         )
         links.append(link)
         task = asyncio.create_task(link.run())

@@ -99,7 +99,7 @@ def test_a_full_batch_of_slabs_fits_a_frame() -> None:
 
 
 def test_every_message_kind_is_its_own() -> None:
-    for adapter, kinds in ((FROM_INFERD, 8), (FROM_LOADERD, 8)):
+    for adapter, kinds in ((FROM_INFERD, 8), (FROM_LOADERD, 10)):
         schema = adapter.json_schema()
         assert len(schema["discriminator"]["mapping"]) == kinds
     assert handoff.Hello.model_config["extra"] == "forbid"

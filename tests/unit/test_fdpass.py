@@ -264,6 +264,25 @@ def test_a_peer_that_goes_away() -> None:
     play(scene)
 
 
+def test_the_last_frames_of_a_peer_that_had_not_read_everything_arrive() -> None:
+    async def scene(one: SeqpacketChannel, other: SeqpacketChannel) -> None:
+        await other.send(b"nobody reads this")
+        with memfds(1) as fds:
+            await one.send(b"first", fds)
+        await one.send(b"last")
+        one.close()
+        frame, received = await other.receive()
+        received.close()
+        assert (frame, len(received)) == (b"first", 1)
+        frame, received = await other.receive()
+        received.close()
+        assert frame == b"last"
+        with pytest.raises(PeerGone):
+            await other.receive()
+
+    play(scene)
+
+
 def test_fds_of_frames_that_nobody_reads_go_with_the_socket() -> None:
     async def scene(one: SeqpacketChannel, other: SeqpacketChannel) -> None:
         read, write = os.pipe()

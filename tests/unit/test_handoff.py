@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -38,7 +39,8 @@ from shared.errors import (
     WarmupFailed,
 )
 from shared.fdpass import SeqpacketChannel
-from shared.handoff import FROM_LOADERD, Hello, Refused, Welcome
+from shared.gate import Gate
+from shared.handoff import FROM_LOADERD, Hello, Refused, Report, Welcome
 from shared.ids import HOST_DEVICE, Epoch, Generation, VersionTag
 from shared.memory.host import HostBackend
 from shared.resident import ResidentVersion, check_identity
@@ -86,6 +88,7 @@ class Pair:
     slots: Slots
     link: LoaderdLink
     turned: list[tuple[str, VersionTag]]
+    gate: Gate
 
     @property
     def lease(self) -> Lease:
@@ -116,7 +119,8 @@ async def _pair(tmp_path: Path) -> AsyncIterator[Pair]:
                 holder,
             )
             slots = Slots("toy", lambda: [link.slots_changed() for link in links], lambda tag: None)
-            preparer = Preparer(slots, engine, reader, verify_mapped=True)
+            gate = Gate()
+            preparer = Preparer(slots, engine, reader, gate, verify_mapped=True)
             turned: list[tuple[str, VersionTag]] = []
 
             def turn(policy: str, before: VersionTag) -> int:
@@ -124,13 +128,20 @@ async def _pair(tmp_path: Path) -> AsyncIterator[Pair]:
                 return 3
 
             link = LoaderdLink(
-                Identity("a", "toy", HOST_DEVICE), tmp_path / "h.sock", slots, preparer, engine, reader, turn
+                Identity("a", "toy", HOST_DEVICE),
+                tmp_path / "h.sock",
+                slots,
+                preparer,
+                engine,
+                reader,
+                turn,
+                gate,
             )
             links.append(link)
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(server.run(listener))
                 linking = tasks.create_task(link.run())
-                pair = Pair(tmp_path / "h.sock", holder, server, writer, engine, slots, link, turned)
+                pair = Pair(tmp_path / "h.sock", holder, server, writer, engine, slots, link, turned, gate)
                 await holder.until(lambda: bool(holder.here))
                 yield pair
                 linking.cancel()
@@ -246,6 +257,61 @@ def test_an_announced_commit_is_known_by_its_bytes(short_path: Path, monkeypatch
         with pytest.raises(StaleEpoch):  # announced or not, the fence holds
             await pair.lease.commit(v1.tag, Epoch(3), 5)
         _close(v1, v2)
+
+    run(short_path, scenario)
+
+
+def test_a_pace_between_announcement_and_commit_costs_nothing(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[str] = []
+
+    def noting(frame: bytes, adapter: Any, cap_bytes: int) -> Any:
+        message = decode(frame, adapter, cap_bytes)
+        decoded.append(message.kind)
+        return message
+
+    monkeypatch.setattr(inferd.link, "decode", noting)
+
+    async def scenario(pair: Pair) -> None:
+        v1 = await _prepared(pair, "v1")
+        await pair.lease.announce(v1.tag, Epoch(1), "finish")
+        await pair.lease.set_pace(0.1, 1e6)
+        await pair.lease.commit(v1.tag, Epoch(1), 5)
+        assert "pace" in decoded
+        assert "commit" not in decoded
+        _close(v1)
+
+    run(short_path, scenario)
+
+
+def test_the_pace_holds_until_the_next_or_the_end_of_the_lease(short_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        lease = pair.lease
+        await lease.set_pace(0.02, 0.0)
+        v1 = make_resident(pair.writer, "v1", {"w": b"x" * 5000})
+        preparing = asyncio.create_task(lease.prepare(v1, 20))
+        seen: list[Report | None] = []
+
+        def has_reported_often() -> bool:
+            if all(lease.last_report is not report for report in seen):
+                seen.append(lease.last_report)
+            return len(seen) > 5
+
+        await pair.holder.until(has_reported_often)
+        assert pair.states()[0] is SlotState.MAPPING, "nothing is hashed at pace 0"
+        assert pair.gate.admitted_bytes == 0
+        await lease.set_pace(0.02, math.inf)
+        await preparing
+        await lease.commit(v1.tag, Epoch(1), 5)
+        assert lease.last_report is not None
+        assert lease.last_report.hashed_bytes == 5000
+        await lease.set_pace(60, 1.0)
+        await pair.holder.until(lambda: pair.gate.spread_s(1) > 0.0)
+        lease.close()
+        await pair.holder.until(lambda: bool(pair.holder.here) and pair.lease is not lease)
+        assert pair.gate.spread_s(1) == 0.0, "without a limit"
+        _close(v1)
 
     run(short_path, scenario)
 

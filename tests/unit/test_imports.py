@@ -51,6 +51,7 @@ PURE = (
     "loaderd.signature.bundle",
     "loaderd.signature.statement",
     "loaderd.slab_table",
+    "loaderd.throttle",
     "shared.asset_bundle",
     "shared.codec",
     "shared.control",

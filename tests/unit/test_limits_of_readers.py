@@ -23,6 +23,7 @@ from loaderd.inquiries import FOLDER_READS_AT_ONCE, Inquiries
 from loaderd.journal import Journal
 from loaderd.leases import Lease
 from loaderd.model_devices import ModelDevices
+from loaderd.scrub import Scrub
 from shared.codec import HANDOFF_FRAME_BYTES, PROTOCOL_VERSION, decode, encode
 from shared.control import Diff
 from shared.errors import NotPermitted, PeerError, ResourceError, UnknownVersion
@@ -44,7 +45,7 @@ def test_folders_are_read_by_a_thread_of_their_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(inquiries, "open_checkpoint", slow)
 
     async def scenario() -> None:
-        asked = Inquiries(cast(Host, SimpleNamespace(versions=())), {}, ())
+        asked = Inquiries(cast(Host, SimpleNamespace(versions=())), {}, (), cast(Scrub, None))
         diffs = [
             asyncio.create_task(asked.diff(Diff(before="a-v1", after="a-v2")))
             for _ in range(FOLDER_READS_AT_ONCE // 2)

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.crew import Crew
-from loaderd.load_request import LoadProgress, LoadRequest, Pace
+from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import Loaded, load_and_verify
 from loaderd.placement import PlacementRules, place
 from loaderd.residents import Residents
@@ -27,6 +27,7 @@ from shared.errors import (
     ReadFailed,
     Superseded,
 )
+from shared.gate import Pacer
 from shared.ids import HOST_DEVICE, SlabId, VersionRef
 from shared.resident import check_identity
 from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeSlab, FakeWritableSlab
@@ -67,7 +68,7 @@ def _load(
     *,
     progress: LoadProgress | None = None,
     cancelled: threading.Event | None = None,
-    pace: Pace | None = None,
+    pace: Pacer | None = None,
 ) -> Loaded:
     seal: Seal | None = read_seal(checkpoint.seal_bytes) if checkpoint.seal_bytes else None
     digests = seal.tensor_digests if seal is not None else {}
@@ -260,6 +261,12 @@ def test_reads_and_hashes_are_paced(folder: Path, backend: FakeBackend) -> None:
         def admit(self, nbytes: int) -> None:
             with self.lock:
                 self.admitted += nbytes
+
+        def grain_bytes(self, most_bytes: int) -> int:
+            return most_bytes
+
+        def spread_s(self, nbytes: int) -> float:
+            return 0.0
 
     meter = Meter()
     with open_directory(folder) as checkpoint:

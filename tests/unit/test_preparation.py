@@ -20,6 +20,7 @@ from inferd.slot_states import SlotState
 from inferd.slot_thread import SlotThread
 from inferd.slots import Slots
 from shared.errors import WarmupFailed
+from shared.gate import Gate
 from shared.ids import Epoch, VersionTag
 from shared.memory.backend import MemoryBackend, Slab
 from shared.memory.host import HostBackend
@@ -117,7 +118,7 @@ class Scene:
         self.engine = Engine(self.device)
         self.slots = Slots("toy", lambda: None, lambda tag: None)
         self.backend = HostBackend()
-        self.preparer = Preparer(self.slots, self.engine, self.backend, verify_mapped=True)
+        self.preparer = Preparer(self.slots, self.engine, self.backend, Gate(), verify_mapped=True)
 
     def incoming(self, version: str) -> IncomingVersion:
         resident = make_resident(self.backend, version, {"w": version.encode() * 500})

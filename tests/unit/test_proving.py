@@ -26,6 +26,7 @@ from loaderd.signature.check import SignedFolder, check_signature
 from shared.codec import CONTROL_FRAME_BYTES, decode
 from shared.control import Event
 from shared.errors import SignatureRefused, Superseded
+from shared.gate import Gate
 from shared.ids import Generation, OperationId, VersionRef
 from tests.support.signing import KeyPair, make_keys, sign_by_reference
 from tests.unit.checkpoint_files import write_single
@@ -96,7 +97,7 @@ def test_a_folder_without_a_seal_gets_one(
     sign_by_reference(folder, keys)
     operation = operations.start("push", REF)
     before = opened(folder, keys)
-    after = asyncio.run(hash_signed(operation, before, operations, threading.Event()))
+    after = asyncio.run(hash_signed(operation, before, operations, threading.Event(), Gate()))
     assert (before.seal, after.seal, after.checkpoint is before.checkpoint) == (None, expected, True)
     assert (after.is_proven or after.seal is not None, after.verified) == (True, "signed")
     assert events.kinds[1:] == [("operation.stage", "hashing"), ("operation.progress", "hashing")]
@@ -113,7 +114,7 @@ def test_an_altered_file_ends_it(folder: Path, keys: KeyPair, operations: Operat
     before = opened(folder, keys)
     operation = operations.start("push", REF)
     with pytest.raises(SignatureRefused, match=r"^model\.safetensors: is sha256:"):
-        asyncio.run(hash_signed(operation, before, operations, threading.Event()))
+        asyncio.run(hash_signed(operation, before, operations, threading.Event(), Gate()))
     before.close()
 
 
@@ -154,7 +155,7 @@ def run_slowly(
         before = opened(folder, keys)
         operation = operations.start("push", REF)
         cancelled = threading.Event()
-        task = asyncio.create_task(hash_signed(operation, before, operations, cancelled))
+        task = asyncio.create_task(hash_signed(operation, before, operations, cancelled, Gate()))
         await asyncio.to_thread(hashing.wait)
         await meanwhile(operation, task, cancelled)
         go_on.set()

@@ -32,6 +32,7 @@ from shared.errors import (
     OutOfMemory,
     ReadFailed,
 )
+from shared.gate import Gate
 from shared.ids import DeviceId, VersionRef
 from shared.memory.backend import Slab
 from shared.resident import ResidentVersion, check_identity, content_digest
@@ -129,12 +130,12 @@ def test_the_parts_of_a_large_tensor_are_put_together_on_each_device_alone(
                     writable._data[5] ^= 1
                 on[device] = slabs.enter_context(writable.seal())
         filled = FilledSlab(0, {"w": zlib.crc32(raw)})
-        parts = {device: verification.batches(0, slab) for device, slab in on.items()}
+        parts = {device: verification.batches(0, slab, int) for device, slab in on.items()}
         assert [len(batches) for batches in parts.values()] == [3, 3]
         for device, part in ((B, 0), (A, 0), (A, 1), (A, 2), (B, 1)):
-            verification.check(filled, on[device], parts[device][part])
+            verification.check(filled, on[device], parts[device][part], 0.0)
         with pytest.raises(DigestMismatch, match=f"on {B}"):
-            verification.check(filled, on[B], parts[B][2])
+            verification.check(filled, on[B], parts[B][2], 0.0)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
@@ -239,7 +240,7 @@ def resident(folder: Path, backend: FakeBackend) -> Iterator[ResidentVersion]:
 
 def test_a_copy_is_made_from_another(resident: ResidentVersion, backend: FakeBackend) -> None:
     reads = backend.calls["read"]
-    made = replicate(resident, B, {}, backend)
+    made = replicate(resident, B, {}, backend, Gate())
     assert made.copy.is_copy_of(resident)
     check_identity(made.copy, hash_bytes=True)
     assert made.nbytes == sum(slab.nbytes for slab in resident.layout.slabs)
@@ -250,10 +251,10 @@ def test_a_copy_is_made_from_another(resident: ResidentVersion, backend: FakeBac
 def test_what_the_device_has_is_neither_copied_nor_hashed_again(
     resident: ResidentVersion, backend: FakeBackend
 ) -> None:
-    whole = replicate(resident, B, {}, backend)
+    whole = replicate(resident, B, {}, backend, Gate())
     known = {resident.slabs[0].entry.slab_id: whole.copy.slabs[0]}
     hashed = backend.calls["sha256"]
-    made = replicate(resident, B, known, backend)
+    made = replicate(resident, B, known, backend, Gate())
     assert made.copy.slabs[0] is whole.copy.slabs[0]
     assert len(made.new_slabs) == len(resident.slabs) - 1
     in_first = sum(tensor.slab == 0 and tensor.nbytes > 0 for tensor in resident.layout.tensors)
@@ -268,7 +269,7 @@ def test_a_copy_that_fails_leaves_nothing(
 ) -> None:
     backend.fail(operation, DriverError("driver", 5, "lost"), nth=nth)  # type: ignore[arg-type]
     with pytest.raises(ChangeoverError, match="lost"):
-        replicate(resident, B, {}, backend)
+        replicate(resident, B, {}, backend, Gate())
     assert backend.memory.used[B] == 0
 
 
@@ -283,14 +284,14 @@ def test_a_copy_that_differs_is_refused_with_tensor_and_device(
 
     monkeypatch.setattr(FakeWritableSlab, "copy_from", damaging)
     with pytest.raises(DigestMismatch, match="the copy on GPU-b is not what it was made from") as caught:
-        replicate(resident, B, {}, backend)
+        replicate(resident, B, {}, backend, Gate())
     assert caught.value.tensor.startswith("layer.")
 
 
 def test_copies_of_other_versions_or_layouts_are_told_apart(
     resident: ResidentVersion, backend: FakeBackend
 ) -> None:
-    made = replicate(resident, B, {}, backend)
+    made = replicate(resident, B, {}, backend, Gate())
     copy = made.copy
     moved = replace(copy.layout, tensors=tuple(reversed(copy.layout.tensors)))
     larger = replace(copy.layout.slabs[0], nbytes=1)

@@ -30,6 +30,25 @@ def test_status_shows_models_slots_references_and_holders_with_their_ages(tmp_pa
     assert "devices" not in rows
 
 
+def test_status_shows_what_is_damaged_and_what_is_throttled(tmp_path: Path) -> None:
+    report = reports.status()
+    slots = tuple(s.model_copy(update={"is_damaged": s.state == "retained"}) for s in report.inferds[0].slots)
+    retained = report.versions[0].model_copy(update={"damaged": ("a.weight", "b\x1b[2J")})
+    slowed = reports.operation(limit_bytes_per_s=128 * reports.MIB)
+    changes = {
+        "versions": (retained, *report.versions[1:]),
+        "inferds": (report.inferds[0].model_copy(update={"slots": slots}),),
+        "models": (report.models[0].model_copy(update={"operation": slowed}),),
+    }
+    with ScriptedDaemon(tmp_path) as daemon:
+        daemon.on("status", report.model_copy(update=changes))
+        ran = run(tmp_path, "status")
+    text = " ".join(ran.stdout.split())
+    assert "smollm2-v1 is DAMAGED: a.weight, b\\x1b[2J" in text
+    assert "retained v1 refs 0 12s DAMAGED serving v2 refs 3 12s" in text
+    assert "64.0 MiB/s, throttled to 128.0 MiB/s to spare requests" in text
+
+
 def test_status_shows_what_is_known_of_a_gpu(tmp_path: Path) -> None:
     known = reports.gpu_memory()
     unknown = known.model_copy(

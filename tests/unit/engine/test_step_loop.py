@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -214,3 +215,43 @@ def test_blocks_are_cleared_before_they_are_used(loop: Loop) -> None:
     loop.steps.start()
     loop.submit(1, list(range(10)), greedy(4)).wait()
     assert sorted(loop.cleared) == [0, 1, 2, 3]
+
+
+def test_the_time_between_tokens_is_that_of_steps_that_only_decode(loop: Loop) -> None:
+    """Prompts, and the wait for someone to ask, are not what clients see between two tokens."""
+    assert (loop.steps.load().decode_steps, loop.steps.load().decode_ns) == (0, 0)
+    first = loop.submit(1, [ord("a")] * 3, greedy(5))
+    loop.steps.start()
+    first.wait()
+    loop.steps.stop()  # a step is counted after its output
+    # Of five steps the first computes the prompt.
+    load = loop.steps.load()
+    assert (load.steps, load.decode_steps) == (5, 4)
+    assert load.decode_ns > 0
+    loop.steps.start()
+    loop.submit(2, [ord("a")], greedy(1)).wait()
+    loop.steps.stop()
+    assert loop.steps.load().decode_steps == 4, "it came after a pause, and was a prompt"
+
+
+def test_a_step_with_a_prompt_in_it_does_not_count(loop: Loop) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def held(batch: SlotBatch) -> torch.Tensor:
+        if not entered.is_set():
+            entered.set()
+            assert go_on.wait(20)
+        return count_up(batch)
+
+    loop.forward = held
+    first = loop.submit(1, [ord("a")], greedy(3))
+    loop.steps.start()
+    assert entered.wait(20)
+    second = loop.submit(2, [ord("a")] * 3, greedy(3))
+    go_on.set()
+    first.wait()
+    second.wait()
+    loop.steps.stop()
+    # prompt 1; next of 1 with prompt 2; both; the last of 2.
+    load = loop.steps.load()
+    assert (load.steps, load.decode_steps) == (4, 2)

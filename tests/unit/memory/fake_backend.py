@@ -51,6 +51,7 @@ class FakeMemory:
     sealed: dict[SlabId, bytearray] = field(default_factory=dict)
     entries: dict[SlabId, SlabEntry] = field(default_factory=dict)
     owners: Counter[SlabId] = field(default_factory=Counter)
+    damaged: set[SlabId] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)  # loads use it from many threads
     _ids: count[int] = field(default_factory=count)
 
@@ -75,6 +76,11 @@ class FakeMemory:
         self.owners[entry.slab_id] = 1
         self.entries[entry.slab_id] = entry
         return entry
+
+    def damage(self, slab_id: SlabId, offset_bytes: int) -> None:
+        """Flip a bit of a sealed slab, as a failing device does."""
+        self.damaged.add(slab_id)
+        self.sealed[slab_id][offset_bytes] ^= 1
 
     def share(self, slab_id: SlabId) -> None:
         with self.lock:
@@ -129,10 +135,16 @@ class FakeSlab:
     def batch_bytes(self) -> int:
         return self._backend.batch_bytes
 
-    def sha256_leaves_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[bytes]:
+    def sha256_leaves_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[bytes]:
+        del spread_s
         return [self.sha256_leaves(offset, nbytes, leaf_bytes) for offset, nbytes in ranges]
 
-    def digests_of(self, ranges: Sequence[tuple[int, int]], leaf_bytes: int) -> list[tuple[int, bytes]]:
+    def digests_of(
+        self, ranges: Sequence[tuple[int, int]], leaf_bytes: int, spread_s: float = 0.0
+    ) -> list[tuple[int, bytes]]:
+        del spread_s
         return [
             (self.crc32(offset, nbytes), self.sha256_leaves(offset, nbytes, leaf_bytes))
             for offset, nbytes in ranges
@@ -162,7 +174,8 @@ class FakeSlab:
         os.close(self._fd)
         self._backend.live.remove(self)
         self._backend.memory.give_back(self._entry.slab_id)
-        if zlib.crc32(self._data) != self._sealed_crc32:
+        is_failing = self._entry.slab_id in self._backend.memory.damaged
+        if zlib.crc32(self._data) != self._sealed_crc32 and not is_failing:
             raise InvariantError(f"slab {self._entry.slab_id} was written to after it was sealed")
 
     def __enter__(self) -> Self:
