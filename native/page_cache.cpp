@@ -5,6 +5,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstddef>
 #include <optional>
 
@@ -34,10 +35,10 @@ std::optional<std::uint64_t> cached_pages(int fd, std::uint64_t offset, std::uin
   return found.cached_pages;
 }
 
-bool is_readable_now(int fd, std::uint64_t offset) noexcept {
+bool must_wait(int fd, std::uint64_t offset) noexcept {
   std::byte byte;
   const iovec to{&byte, 1};
-  return ::preadv2(fd, &to, 1, static_cast<off_t>(offset), RWF_NOWAIT) == 1;
+  return ::preadv2(fd, &to, 1, static_cast<off_t>(offset), RWF_NOWAIT) < 0 && errno == EAGAIN;
 }
 
 }  // namespace
@@ -47,7 +48,7 @@ bool is_cached(int borrow_fd, std::uint64_t offset, std::uint64_t nbytes) noexce
   const std::uint64_t pages = (offset + nbytes - 1) / kPageBytes - offset / kPageBytes + 1;
   if (const auto cached = cached_pages(borrow_fd, offset, nbytes)) return *cached >= pages;
   // Not at the ends: to the kernel's readahead that would look like a sequential read.
-  return is_readable_now(borrow_fd, offset + nbytes / 4) && is_readable_now(borrow_fd, offset + nbytes / 4 * 3);
+  return !must_wait(borrow_fd, offset + nbytes / 4) && !must_wait(borrow_fd, offset + nbytes / 4 * 3);
 }
 
 void drop_cached(int borrow_fd, std::uint64_t offset, std::uint64_t nbytes) noexcept {

@@ -1,7 +1,9 @@
-// Reading files that are cached, cold, shrinking and failing; with io_uring where the kernel has it, and, as
-// in a container that forbids it, without.
+// Reading files that are cached, cold, shrinking and failing; with what the kernel has, and without what
+// containers forbid and older kernels lack.
 //
-//   extent_reader_faults FOLDER [without-io-uring]      FOLDER lies on a disk: a tmpfs has no cold files
+//   extent_reader_faults FOLDER [without-io-uring | without-cachestat | without-probes]
+//
+// FOLDER lies on a disk: a tmpfs has no cold files.
 #include "extent_reader.hpp"
 
 #include <fcntl.h>
@@ -35,10 +37,12 @@ namespace {
 constexpr std::uint64_t kChunkBytes = 64 << 10;
 constexpr unsigned kSlots = 3;
 constexpr std::uint64_t kFileBytes = 20 * kChunkBytes + 777;
+constexpr unsigned kCachestat = 451;
 constexpr long kTmpfs = 0x01021994;  // statfs(2)
 
 std::string folder;
 bool has_ring = true;
+bool has_probes = true;
 
 // Bytes that go through slots into `memory`; a slot that is placed is poisoned when it is used again.
 class TestSlots final : public Slots {
@@ -83,7 +87,7 @@ class File {
   }
   void make_cold() const {
     drop_cached(fd.borrow(), 0, 0);  // 0 bytes: to the end
-    CHECK(!is_cached(fd.borrow(), 0, kFileBytes));
+    CHECK(!has_probes || !is_cached(fd.borrow(), 0, kFileBytes));
   }
   bool is_all_cold() const {
     for (std::uint64_t at = 0; at < kFileBytes; at += 4096) {
@@ -252,11 +256,21 @@ void impossible_ranges_are_refused() {
   CHECK_THROWS(queue.finish(0), Misuse);
 }
 
-void forbid_io_uring() {
+void cold_bytes_are_right_whatever_the_kernel_says_of_them() {
+  const File file;
+  ReadQueue queue(kSlots);
+  for (const Extent& extent : kExtents) {
+    drop_cached(file.fd.borrow(), 0, 0);
+    check_read(queue, file, extent.offset, extent.nbytes, true);
+  }
+}
+
+// As a container's filter does.
+void forbid(unsigned call, unsigned number) {
   sock_filter filter[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_setup, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | number),
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
   };
   const sock_fprog program{sizeof filter / sizeof filter[0], filter};
@@ -275,9 +289,14 @@ bool kernel_has_io_uring() {
 int main(int count, char** arguments) {
   CHECK(count >= 2);
   folder = arguments[1];
-  if (count > 2) forbid_io_uring();
+  const std::string without = count > 2 ? arguments[2] : "";
+  has_probes = without != "without-probes";
+  const bool has_cachestat = has_probes && without != "without-cachestat";
+  if (without == "without-io-uring") forbid(__NR_io_uring_setup, EPERM);
+  if (!has_cachestat) forbid(kCachestat, ENOSYS);
+  if (!has_probes) forbid(__NR_preadv2, EOPNOTSUPP);
   has_ring = kernel_has_io_uring();
-  CHECK(count == 2 || !has_ring);
+  CHECK(without != "without-io-uring" || !has_ring);
 
   cached_bytes_are_read_as_they_are();
   impossible_ranges_are_refused();
@@ -289,10 +308,18 @@ int main(int count, char** arguments) {
     std::puts("a tmpfs: nothing here is cold");
     return 0;
   }
+  cold_bytes_are_right_whatever_the_kernel_says_of_them();
+  a_file_that_shrinks_meanwhile_ends_early(true);
+  if (!has_cachestat) {
+    // Looking at a page brings it in, so that no more can be said.
+    const File file;
+    drop_cached(file.fd.borrow(), 0, 0);
+    CHECK(is_cached(file.fd.borrow(), 0, kFileBytes) == !has_probes);
+    return 0;
+  }
   cold_bytes_do_not_get_into_the_cache();
   what_is_cached_in_part_is_read_from_both();
   a_filesystem_without_direct_io_is_read_as_usual();
   for (const int refusal : {EINVAL, EFAULT, EOPNOTSUPP}) a_disk_that_refuses_direct_reads_is_read_as_usual(refusal);
   errors_say_where(true);
-  a_file_that_shrinks_meanwhile_ends_early(true);
 }

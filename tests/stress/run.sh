@@ -56,7 +56,9 @@ for kind in tsan asan; do
   passes $kind version_slot_race 1000
   passes $kind host_slab_faults
   passes $kind extent_reader_faults "$root/build"
-  passes $kind extent_reader_faults "$root/build" without-io-uring
+  for lack in io-uring cachestat probes; do
+    passes $kind extent_reader_faults "$root/build" without-$lack
+  done
   passes $kind cuda_slab_faults
   passes $kind digest_edges
   passes $kind sha256_kernel

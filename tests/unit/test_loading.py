@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
+from loaderd.crew import Crew
 from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import Loaded, load_and_verify
 from loaderd.placement import PlacementRules, place
@@ -228,17 +229,21 @@ def test_a_difference_ends_the_reading(
     folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loaderd.loading.READERS", 1)
-    first, has_failed = SlabId("fake-0"), threading.Event()
+    monkeypatch.setattr(FakeSlab, "crc32", lambda self, offset_bytes, nbytes: 1)
+    first, has_ended = SlabId("fake-0"), threading.Event()
+    work_on_a_thread = Crew._guarded
 
-    def fail(self: FakeSlab, offset_bytes: int, nbytes: int) -> int:
-        has_failed.set()
-        return 1
+    def guarded(self: Crew, work: Callable[[], None]) -> None:
+        try:
+            work_on_a_thread(self, work)
+        finally:
+            has_ended.set()
 
     def hold(slab_id: SlabId) -> None:
         if slab_id != first:
-            has_failed.wait(20)
+            has_ended.wait(20)
 
-    monkeypatch.setattr(FakeSlab, "crc32", fail)
+    monkeypatch.setattr(Crew, "_guarded", guarded)
     backend.before_read = hold
     with open_directory(folder) as checkpoint:
         extents = len(place(checkpoint.tensors, {}, Residents(), RULES).reads)

@@ -130,12 +130,12 @@ def test_the_parts_of_a_large_tensor_are_put_together_on_each_device_alone(
                     writable._data[5] ^= 1
                 on[device] = slabs.enter_context(writable.seal())
         filled = FilledSlab(0, {"w": zlib.crc32(raw)})
-        parts = {device: verification.batches(0, slab) for device, slab in on.items()}
+        parts = {device: verification.batches(0, slab, int) for device, slab in on.items()}
         assert [len(batches) for batches in parts.values()] == [3, 3]
         for device, part in ((B, 0), (A, 0), (A, 1), (A, 2), (B, 1)):
-            verification.check(filled, on[device], parts[device][part])
+            verification.check(filled, on[device], parts[device][part], 0.0)
         with pytest.raises(DigestMismatch, match=f"on {B}"):
-            verification.check(filled, on[B], parts[B][2])
+            verification.check(filled, on[B], parts[B][2], 0.0)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
