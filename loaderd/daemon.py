@@ -22,10 +22,11 @@ from loaderd.chronicle import Chronicle
 from loaderd.config import LoaderdConfig
 from loaderd.control_server import ControlServer
 from loaderd.copies import Copies
-from loaderd.deployment import Deployment, Host
+from loaderd.deployment import Deployment
 from loaderd.event_socket import EventSocket
 from loaderd.gpu_watch import GpuWatch
 from loaderd.handoff_server import HandoffServer
+from loaderd.host import Host
 from loaderd.inquiries import Inquiries
 from loaderd.journal import Journal
 from loaderd.leases import Lease

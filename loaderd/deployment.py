@@ -3,61 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from typing import Any
 
-from loaderd.chronicle import Chronicle
 from loaderd.compatibility import compare_assets, is_tokenizer_file
 from loaderd.config import ModelConfig
-from loaderd.copies import Copies
-from loaderd.gpu_watch import GpuWatch
+from loaderd.host import Host
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
-from loaderd.load_request import LoadProgress, LoadRequest
-from loaderd.loading import Loaded, load_and_verify
-from loaderd.model_devices import ModelDevices
-from loaderd.operations import Kind, Operation, Operations
-from loaderd.pace import Pace
-from loaderd.planning import OpenedCheckpoint, Planner, check_hot
-from loaderd.proving import hash_signed
+from loaderd.operations import Kind, Operation
+from loaderd.planning import OpenedCheckpoint
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
-from loaderd.versions import Version, VersionTable
+from loaderd.version_load import VersionLoad
+from loaderd.versions import Version, cause_of
 from shared.control import ModelReport
 from shared.errors import (
     ChangeoverError,
     DigestMismatch,
     InvalidRequest,
-    OutOfMemory,
     PlanRefused,
     UnknownVersion,
 )
-from shared.gate import Pacer
-from shared.ids import DeviceId, Digest, Epoch, LeaseId, VersionRef, VersionTag
-from shared.memory.backend import MemoryBackend
+from shared.ids import Digest, Epoch, LeaseId, VersionRef, VersionTag
 from shared.messages import InFlight, Tag
 
-PROGRESS_EVERY_S = 0.2
-
 _ON_ITS_WAY = frozenset({VersionState.RESIDENT, VersionState.PREPARING, VersionState.PREPARED})
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What all deployments of a host share."""
-
-    chronicle: Chronicle
-    operations: Operations
-    versions: VersionTable
-    copies: Copies
-    planner: Planner
-    backend: MemoryBackend
-    devices: ModelDevices
-    gpus: GpuWatch
-    leases: Mapping[LeaseId, Lease]
-    pace: Pace
-    spawn: Callable[[Coroutine[Any, Any, None]], None]
 
 
 class Deployment:
@@ -80,7 +50,7 @@ class Deployment:
         self.slots_in_hand = asyncio.Lock()
         self._newest: Operation | None = None
         self._current: Operation | None = None  # under way, not queued; None while a restore is
-        self._cancel_load = threading.Event()
+        self._loading: VersionLoad | None = None
         self._rollout: RolloutDriver | None = None
 
     # --- what it has -----------------------------------------------------------------------------
@@ -120,102 +90,21 @@ class Deployment:
         except BaseException as error:
             if version.state in _ON_ITS_WAY:
                 self._host.versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
-                self.collect()
+                self._host.collect()
             raise
 
     async def _load(self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None) -> Version:
-        versions = self._host.versions
-        version = versions.new(operation.ref)
-        sources = versions.new_user()
-        try:
-            if not opened.is_proven:
-                self._cancel_load = threading.Event()
-                with self._host.pace.work(f"hashing {operation.ref}", ended=self._cancel_load) as work:
-                    opened = await hash_signed(
-                        operation, opened, self._host.operations, self._cancel_load, work
-                    )
-            # Planned here, not when the client was answered: an operation before this one may have
-            # changed what is resident.
-            plan = self._host.planner.plan(opened, self.devices, self.active, self.retained)
-            check_hot(plan, opened.folder)
-            operation.warnings.extend(plan.warnings)
-            versions.advance(version, VersionEvent.PLAN, "the plan is hot", operation.id)
-            # At once: what is on its way out may be gone after the first wait.
-            shared = tuple(
-                self._host.copies.share(slab, self.devices, version.user, sources)
-                for slab in plan.shared_slabs
-            )
-            if plan.sweep_first:
-                await self._sweep_retained(f"its memory is needed for {operation.ref}")
-            versions.advance(version, VersionEvent.LOAD, "allocating and reading", operation.id)
-            request = LoadRequest(
-                ref=operation.ref,
-                checkpoint=opened.checkpoint,
-                seal=opened.seal,
-                placement=plan.placement,
-                shared=shared,
-                devices=self.devices,
-            )
-            self._cancel_load = threading.Event()
-            with self._host.pace.work(f"loading {operation.ref}", ended=self._cancel_load) as work:
-                loaded = await self._load_with_progress(operation, request, work)
-            for slab in loaded.new_slabs:
-                versions.slabs.add(slab, version.user)
-            for device, copy in loaded.copies.items():
-                version.add_copy(device, copy)
-            version.config = dict(opened.checkpoint.config)
-            version.files = {source.name: source.file for source in opened.checkpoint.tensors}
-            version.verified = opened.verified
-            operation.tag = version.tag
-            operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
-            operation.bytes_replicated, operation.replicate_s = loaded.bytes_replicated, loaded.replicate_s
-            if expected is not None and version.tag.digest != expected:
-                raise DigestMismatch(
-                    f"the folder now holds {version.tag.digest}, {expected} was active",
-                    file=opened.folder,
-                )
-            cause = "every resident byte is verified"
-            if opened.signed is not None:
-                cause += f", as signed with key {opened.signed.key.hint[:12]}"
-            versions.advance(version, VersionEvent.VERIFY, cause, operation.id)
-        except BaseException as error:
-            versions.advance(version, VersionEvent.FAIL, cause_of(error), operation.id)
-            self.collect()
-            raise
-        finally:
-            versions.slabs.release(sources)
-        return version
-
-    async def _load_with_progress(self, operation: Operation, request: LoadRequest, pacer: Pacer) -> Loaded:
-        progress = LoadProgress()
-        operation.bytes_total = request.placement.bytes_to_read
-        operation.check_not_superseded()
-        self._host.operations.enter(operation, "loading")
-        work = asyncio.ensure_future(
-            asyncio.to_thread(
-                load_and_verify, request, self._host.backend, progress, self._cancel_load, pacer
-            )
-        )
-        try:
-            while not work.done():
-                await asyncio.wait((work,), timeout=PROGRESS_EVERY_S)
-                operation.bytes_read, operation.bytes_verified = progress.read, progress.verified
-                operation.limit_bytes_per_s = self._host.pace.throttled_bytes_per_s
-                if operation.stage == "loading" and progress.is_verifying:
-                    self._host.operations.enter(operation, "verifying")
-                self._host.operations.progress(operation)
-            operation.check_not_superseded()
-            return work.result()
-        except OutOfMemory as error:
-            raise error.naming(self._host.gpus.holders(DeviceId(error.device))) from error
-        except BaseException:
-            # The thread must be out of the slabs before anyone closes them.
-            self._cancel_load.set()
-            await asyncio.wait((work,))
-            if not work.cancelled() and work.exception() is None:
-                for slab in work.result().new_slabs:
-                    slab.close()
-            raise
+        with VersionLoad(operation, opened, self.devices, self._host) as load:
+            self._loading = load
+            try:
+                await load.prove()
+                # Planned here, not when the client was answered: an operation before this one may have
+                # changed what is resident.
+                if load.plan(self.active, self.retained).sweep_first:
+                    await self._sweep_retained(f"its memory is needed for {operation.ref}")
+                return await load.read(expected)
+            finally:
+                self._loading = None
 
     async def _is_resident_twice(self, operation: Operation, version: Version) -> bool:
         """End a push whose content is what serves; turn one of what is retained into a rollback.  What is
@@ -230,7 +119,7 @@ class Deployment:
                 await self._sweep(twin, "it is damaged")
             return False
         versions.advance(version, VersionEvent.SWEEP, "the same content is resident already", operation.id)
-        self.collect()
+        self._host.collect()
         if twin is self.active:
             operation.epoch = twin.epoch
             operation.warnings.append(f"{twin.tag} serves already; nothing was changed")
@@ -339,7 +228,7 @@ class Deployment:
                 await self._sweep(before, "it is damaged, and no way back")
         # After a restart, what served may be damaged and have the same tag.
         await self._release_everywhere(version.tag)
-        self.collect()
+        self._host.collect()
 
     def check_sound(self, version: Version) -> None:
         """Raise DigestMismatch where bytes of a version have changed since they were verified."""
@@ -373,7 +262,7 @@ class Deployment:
         """Have nobody map a retained version any more, then free it; who does not let go keeps it."""
         self._host.versions.advance(version, VersionEvent.SWEEP, cause)
         await self._release_everywhere(version.tag)
-        self.collect()
+        self._host.collect()
 
     async def _release_everywhere(self, tag: VersionTag) -> None:
         """Have every inferd let go of a version; of the active one, only of slots in which it is damaged."""
@@ -442,7 +331,8 @@ class Deployment:
             before.superseded_by = operation.id
             # What is queued behind a restore must not take that with it.
             if before is self._current:
-                self._cancel_load.set()
+                if self._loading is not None:
+                    self._loading.cancel()
                 if self._rollout is not None:
                     self._rollout.abandon(before.superseded_error())
         return operation
@@ -468,18 +358,9 @@ class Deployment:
                 take_opened.close()
         self._host.operations.end(operation, error)
 
-    def collect(self) -> None:
-        """Free what is on its way out and mapped by nobody any more."""
-        self._host.versions.collect(tuple(self._host.leases.values()))
-
     def _limits(self) -> RolloutLimits:
         return RolloutLimits(
             prepare_s=self.config.prepare_timeout_s,
             commit_s=self.config.commit_timeout_s,
             drain_s=self.config.drain_timeout_s,
         )
-
-
-def cause_of(error: BaseException) -> str:
-    """What the journal says of an error."""
-    return error.message if isinstance(error, ChangeoverError) else type(error).__name__

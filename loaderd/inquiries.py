@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from loaderd.checkpoint.checkpoint import open_checkpoint
 from loaderd.checkpoint.listing import list_folders
-from loaderd.deployment import Deployment, Host
+from loaderd.deployment import Deployment
+from loaderd.host import Host
 from loaderd.lifecycle import VersionState
 from loaderd.scrub import Scrub
 from loaderd.seal.document import read_seal

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from loaderd.deployment import Deployment, Host
+from loaderd.deployment import Deployment
+from loaderd.host import Host
 from loaderd.scrub import Scrub
 from loaderd.slab_table import SlabTable
 

@@ -6,11 +6,12 @@ import asyncio
 from contextlib import closing
 
 from loaderd.adoption import read_config, take_back
-from loaderd.deployment import Deployment, Host, cause_of
+from loaderd.deployment import Deployment
+from loaderd.host import Host
 from loaderd.journal import Committed
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent
-from loaderd.versions import Version
+from loaderd.versions import Version, cause_of
 from shared.errors import ChangeoverError, ProtocolError, UnknownVersion
 from shared.handoff import Prepared
 from shared.ids import Epoch, VersionTag
@@ -90,7 +91,7 @@ class Reconciliation:
                 await self._reconcile(lease, deployment.active)
             else:
                 await self._drop_needless(lease)
-                deployment.collect()
+                self._host.collect()
 
     def _check_epoch(self, lease: Lease) -> None:
         """End the lease and raise ProtocolError if its epoch cannot be true."""
@@ -134,7 +135,7 @@ class Reconciliation:
                 # The slot that served has the same tag, and its bytes are of no use.
                 await lease.release(active.tag, config.drain_timeout_s)
             await self._drop_needless(lease)
-        deployment.collect()
+        self._host.collect()
         await deployment.prepare_retained(lease)
 
     async def _drop_needless(self, lease: Lease) -> None:
@@ -241,6 +242,6 @@ class Reconciliation:
             versions.advance(version, VersionEvent.ADOPT, f"handed back by inferd {lease.name}")
         except BaseException as error:
             versions.advance(version, VersionEvent.FAIL, cause_of(error))
-            self._deployment.collect()
+            self._host.collect()
             raise
         return version

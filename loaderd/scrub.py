@@ -15,7 +15,8 @@ from itertools import islice
 
 import structlog
 
-from loaderd.deployment import Deployment, Host
+from loaderd.deployment import Deployment
+from loaderd.host import Host
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionState
 from loaderd.pace import Work

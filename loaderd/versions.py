@@ -16,7 +16,7 @@ from loaderd.residents import Residents
 from loaderd.slab_table import SlabTable, UserId
 from shared.control import DAMAGED_SHOWN, VersionReport
 from shared.digest import file_digest
-from shared.errors import InvariantError
+from shared.errors import ChangeoverError, InvariantError
 from shared.ids import DeviceId, Digest, Epoch, VersionRef, VersionTag
 from shared.layout import Layout
 from shared.messages import Tag
@@ -231,3 +231,8 @@ class VersionTable:
 
     def _forget(self, version: Version) -> None:
         self._versions.pop(version.user, None)
+
+
+def cause_of(error: BaseException) -> str:
+    """What the journal says of an error."""
+    return error.message if isinstance(error, ChangeoverError) else type(error).__name__

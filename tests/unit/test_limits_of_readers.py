@@ -17,8 +17,8 @@ import zmq
 from loaderd import handoff_server, inquiries
 from loaderd.authorisation import Caller, Policy
 from loaderd.chronicle import Chronicle
-from loaderd.deployment import Host
 from loaderd.handoff_server import STRANGERS_AT_ONCE, HandoffServer
+from loaderd.host import Host
 from loaderd.inquiries import FOLDER_READS_AT_ONCE, Inquiries
 from loaderd.journal import Journal
 from loaderd.leases import Lease
