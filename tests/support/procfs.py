@@ -22,14 +22,15 @@ class WeightMapping:
 
 
 def fd_kinds(pid: int) -> Counter[str]:
-    """How many fds of each kind a process has: sockets, memfds, anonymous inodes, paths by folder."""
+    """How many fds of each kind a process has: sockets and pipes together, anonymous inodes by their name,
+    files and memfds by their path."""
     kinds: Counter[str] = Counter()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
             target = str(fd.readlink())
         except FileNotFoundError:
             continue  # closed since it was listed
-        kinds[re.sub(r"[:\[].*", "", target) if not target.startswith("/") else target] += 1
+        kinds[re.sub(r"^(socket|pipe):.*", r"\1", target)] += 1
     return kinds
 
 
