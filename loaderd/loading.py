@@ -28,12 +28,8 @@ from shared.memory.backend import MemoryBackend, Slab
 from shared.resident import Part, ResidentVersion, content_digest
 
 READERS = min(16, os.cpu_count() or 1)
-"""Threads that read, without the GIL.  Reading into a GPU gains up to 16 of them (docs/benchmarks)."""
-
-HASHERS = os.cpu_count() or 1
-"""Threads that hash and copy, without the GIL: on the host with the processor, else waiting for the device's
-kernels.  They are others than those that read, so that neither a slow file nor a long hash stops the
-other."""
+"""Threads that read, without the GIL.  Reading into a GPU gains up to 16 of them (docs/benchmarks).  Others
+hash and copy, so that neither a slow file nor a long hash stops the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +106,7 @@ class _Load:
         self._request = request
         self._progress = progress
         self._pace = pace
+        self._hashers = backend.hashers_per_device * len(request.devices)
         self._started = self._loaded = time.perf_counter()
         self._first_sealed: float | None = None
         self._work: SimpleQueue[_Hash | _Copy | None] = SimpleQueue()
@@ -121,8 +118,9 @@ class _Load:
         """Read, copy and hash everything.  Raises the first error, when all threads have ended."""
         for index, replicas in enumerate(self._request.shared, len(self._request.placement.slabs)):
             self._queue_copies(FilledSlab(index, {}), next(iter(replicas.values())))
-        with Crew(cancelled, READERS + HASHERS) as crew:
-            hashing = crew.start(HASHERS, lambda: self._hash(crew))
+        hashers = self._hashers
+        with Crew(cancelled, READERS + hashers) as crew:
+            hashing = crew.start(hashers, lambda: self._hash(crew))
             try:
                 crew.wait(crew.start(READERS, lambda: self._filling.read(crew)))
                 self._loaded = time.perf_counter()

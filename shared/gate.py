@@ -13,9 +13,10 @@ from shared.errors import Superseded
 PIECE_BYTES = 16 << 20
 """What one thread should copy or hash between two questions, when it has a choice: some 10 ms on a CPU."""
 
-GRAIN_S = 0.25
+GRAIN_S = 2.0
 """At a limited rate, the time whose bytes may go through in one piece, where the piece is spread over that
-time.  A GPU spends as long on a small piece as on a large one: small ones would keep it busy at any rate."""
+time.  A GPU spends as long on a small piece as on a large one, and takes turns with who decodes for each of
+its launches: what is hashed in small pieces slows decoding at any rate (docs/adr/0009)."""
 
 LOOK_AGAIN_S = 0.1
 """Longest sleep of a thread at the gate before it looks whether its work was ended."""

@@ -143,6 +143,12 @@ class MemoryBackend(Protocol):
         wait for each other."""
         ...
 
+    @property
+    def hashers_per_device(self) -> int:
+        """How many threads hash and copy what a load has read: enough to keep up, for more only get in the
+        way of those that read."""
+        ...
+
     def devices(self) -> tuple[DeviceId, ...]:
         """Devices this process can use."""
         ...

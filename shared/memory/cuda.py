@@ -54,6 +54,9 @@ SLOT_BYTES = 4 << 20
 SLOTS_PER_THREAD = 2
 """One is read into while the other is copied from."""
 
+HASHERS = 2
+"""For each device: they wait for kernels, and hash a slab in half the time that reading it takes."""
+
 SLAB_BYTES = 1 << 30
 """To import and map one takes some 0.2 ms, and it is read in 25 ms."""
 
@@ -140,7 +143,7 @@ class CudaBackend:
     """
 
     __slots__ = (
-        *("_budgets", "_creating", "_devices", "_legacy_ipc", "_limit_bytes"),
+        *("_budgets", "_creating", "_devices", "_hashers_per_device", "_legacy_ipc", "_limit_bytes"),
         *("_pools", "_slots", "_staging"),
     )
 
@@ -151,6 +154,7 @@ class CudaBackend:
         legacy_ipc: bool = False,
         slot_bytes: int = SLOT_BYTES,
         slots_per_thread: int = SLOTS_PER_THREAD,
+        hashers_per_device: int = HASHERS,
     ) -> None:
         _native.cuda_set_nvrtc_libraries(nvrtc_libraries(_native.cuda_driver_version()))
         self._devices = tuple(DeviceId(uuid) for uuid in _native.cuda_devices())
@@ -159,6 +163,7 @@ class CudaBackend:
         self._pools: dict[DeviceId, Pool] = {}
         self._legacy_ipc = legacy_ipc
         self._slots = (slot_bytes, slots_per_thread)
+        self._hashers_per_device = hashers_per_device
         self._staging: dict[DeviceId, _native.CudaStaging] = {}
         self._creating = threading.Lock()
 
@@ -173,6 +178,10 @@ class CudaBackend:
     @property
     def slabs_at_once(self) -> int:
         return 1
+
+    @property
+    def hashers_per_device(self) -> int:
+        return self._hashers_per_device
 
     @property
     def used_bytes(self) -> int:

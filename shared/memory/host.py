@@ -146,6 +146,10 @@ class HostBackend:
         return os.cpu_count() or 1
 
     @property
+    def hashers_per_device(self) -> int:
+        return os.cpu_count() or 1
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of all slabs that this process holds, through tensors too; each slab counts once."""
         return self._budget.used_bytes

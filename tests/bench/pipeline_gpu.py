@@ -40,7 +40,9 @@ class Configuration:
         """A backend of its own, with its own pinned slots."""
         if device == "host":
             return HostBackend()
-        return CudaBackend(slot_bytes=self.slot_bytes, slots_per_thread=self.slots)
+        return CudaBackend(
+            slot_bytes=self.slot_bytes, slots_per_thread=self.slots, hashers_per_device=self.hashers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Row:
 
 def measure(folder: Path, device: str, configuration: Configuration, rounds: int) -> Row:
     """Medians, after one load of each kind that does not count."""
-    loading.READERS, loading.HASHERS = configuration.readers, configuration.hashers
+    loading.READERS = configuration.readers
     backend = configuration.backend(device)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     nbytes = 0
@@ -92,13 +94,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--readers", type=_numbers, default=[cores, cores + cores // 2, 2 * cores])
-    parser.add_argument("--hashers", type=_numbers, default=[loading.HASHERS])
-    parser.add_argument("--slot-kib", type=_numbers, default=[512, 1024, 2048])
+    parser.add_argument("--hashers", type=_numbers, default=[1, 2, cores])
+    parser.add_argument("--slot-kib", type=_numbers, default=[1024, 2048, 4096])
     parser.add_argument("--slots", type=_numbers, default=[2, 3])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.device == "host":
-        options.slot_kib, options.slots = options.slot_kib[:1], options.slots[:1]
+        options.hashers, options.slot_kib, options.slots = [HostBackend().hashers_per_device], [0], [0]
 
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as parent:

@@ -30,14 +30,15 @@ inline std::uint64_t read_version(const Contents& contents) {
 template <typename Slot>
 class SlotRace {
  public:
-  // Turn `rounds` times while `readers` acquire the current slot and `racers` try any slot.
+  // Turn `rounds` times, and on until each of `readers` has acquired the current slot, while `racers` try
+  // any slot.
   void run(int rounds, int readers, int racers) {
     for (Contents& each : contents_) each.fill(kPoison);
     CHECK(!slot_.acquire());  // nothing is current, and the count it took is no one's
     std::vector<std::jthread> threads;
     for (int i = 0; i < readers; ++i) threads.emplace_back([this] { read(); });
     for (int i = 0; i < racers; ++i) threads.emplace_back([this, i] { race(i); });
-    write(rounds);
+    write(rounds, readers);
     is_over_.store(true, std::memory_order_relaxed);
     threads.clear();
     for (int slot = 0; slot < Slot::kSlots; ++slot) CHECK(slot_.references(slot) == 0);
@@ -61,7 +62,7 @@ class SlotRace {
       if (newest % 3 == 0) std::this_thread::yield();
       CHECK(read_version(contents(*slot)) == newest);
       slot_.release(*slot);
-      ++count;
+      if (count++ == 0) readers_begun_.fetch_add(1, std::memory_order_relaxed);
     }
     acquired_ += count;
   }
@@ -84,9 +85,10 @@ class SlotRace {
     contents(slot).fill(kPoison);
   }
 
-  void write(int rounds) {
+  void write(int rounds, int readers) {
     int next = 0;
-    for (int round = 1; round <= rounds; ++round) {
+    // A busy machine may run this thread to its end before the others begin.
+    for (int round = 1; round <= rounds || readers_begun_.load(std::memory_order_relaxed) < readers; ++round) {
       contents(next).fill(static_cast<std::uint64_t>(round));
       slot_.open(next);
       slot_.publish(next);
@@ -113,6 +115,7 @@ class SlotRace {
   Slot slot_;
   std::array<Contents, Slot::kSlots> contents_;
   std::atomic<bool> is_over_{false};
+  std::atomic<int> readers_begun_{0};
   std::atomic<std::uint64_t> acquired_{0};
   std::atomic<std::uint64_t> raced_{0};
 };

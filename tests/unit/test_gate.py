@@ -107,8 +107,8 @@ def test_who_waits_leaves_when_the_work_has_ended() -> None:
     ("bytes_per_s", "most", "grain"),
     [
         (math.inf, 4 << 30, 4 << 30),
-        (32 << 20, 4 << 30, PIECE_BYTES),
-        (10 << 30, 4 << 30, round((10 << 30) * GRAIN_S)),
+        (4 << 20, 4 << 30, PIECE_BYTES),
+        (10 << 30, 64 << 30, round((10 << 30) * GRAIN_S)),
         (1 << 60, 4 << 30, 4 << 30),
         (64 << 20, 1 << 20, 1 << 20),
     ],

@@ -305,6 +305,10 @@ class FakeBackend:
     def slabs_at_once(self) -> int:
         return 1
 
+    @property
+    def hashers_per_device(self) -> int:
+        return 2
+
     def fail(self, operation: Operation, error: ChangeoverError, *, nth: int = 1) -> None:
         """Let the `nth` call of `operation` from now on raise `error` and do nothing else."""
         self._failures[operation, self.calls[operation] + nth] = error
