@@ -304,6 +304,11 @@ class Loaderd:
                     return Verdict(False, reason, {**active, "damaged_tensors": len(damaged)})
         return Verdict(True, details=active)
 
+    async def end_work(self) -> None:
+        """Have no thread hash or copy any more, when nothing else is done."""
+        self.pace.close()
+        await self._host.checks.drain()
+
     def export_metrics(self, registry: CollectorRegistry) -> None:
         """Compute this daemon's metrics whenever the registry is scraped."""
         LoaderdMetrics(registry, self.slabs, self._host, self.deployments, self.scrub)
@@ -349,6 +354,7 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             stack.callback(loaderd.slabs.close)
             stack.callback(loaderd.inquiries.close)
             loaderd.export_metrics(registry)
+            serving.push_async_callback(loaderd.end_work)
             await serving.enter_async_context(supervisor)
             await serving.enter_async_context(
                 HealthServer(run_dir.loaderd_health, pulse.verdict, loaderd.ready, registry)

@@ -261,6 +261,7 @@ class Deployment:
     async def _sweep(self, version: Version, cause: str) -> None:
         """Have nobody map a retained version any more, then free it; who does not let go keeps it."""
         self._host.versions.advance(version, VersionEvent.SWEEP, cause)
+        await self._host.checks.end(version.user)
         await self._release_everywhere(version.tag)
         self._host.collect()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from loaderd.checks import Checks
 from loaderd.chronicle import Chronicle
 from loaderd.copies import Copies
 from loaderd.gpu_watch import GpuWatch
@@ -34,6 +35,7 @@ class Host:
     leases: Mapping[LeaseId, Lease]
     pace: Pace
     spawn: Callable[[Coroutine[Any, Any, None]], None]
+    checks: Checks = field(default_factory=Checks)
 
     def collect(self) -> None:
         """Free what is on its way out and mapped by nobody any more."""

@@ -107,6 +107,7 @@ class Pace:
         self._clock = clock
         self._gate = Gate(clock=clock)
         self._works: list[Work] = []
+        self._is_closed = False
         self._has_work = asyncio.Event()
         self._marks: dict[LeaseId, _Mark] = {}
         self._told: dict[LeaseId, tuple[float, float]] = {}
@@ -148,6 +149,8 @@ class Pace:
         """Something that copies or hashes until the block ends; `ended` is what cancels it.  While all that
         is under way is patient, latency may rise by PATIENT_PART of what it may else."""
         work = Work(name, self._gate, most_bytes_per_s, ended or threading.Event(), is_patient)
+        if self._is_closed:
+            work.end()
         self._works.append(work)
         self._choose_limits()
         if len(self._works) == 1 and self._is_on:
@@ -155,12 +158,21 @@ class Pace:
             self._become(self._throttle.begin(self._clock()))
         try:
             yield work
+        except BaseException:
+            work.end()  # its threads may be at the gate still
+            raise
         finally:
             self._works.remove(work)
             self._choose_limits()
             if not self._works and self._is_on:
                 self._has_work.clear()
                 self._become(self._throttle.end(self._clock()))
+
+    def close(self) -> None:
+        """End all work, and what begins from now on: a thread at the gate would outlive all else here."""
+        self._is_closed = True
+        for work in self._works:
+            work.end()
 
     def reported(self, lease: Lease) -> None:
         """An inferd's report came; the throttle goes by them."""

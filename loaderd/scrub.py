@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -21,7 +22,7 @@ from loaderd.leases import Lease
 from loaderd.lifecycle import VersionState
 from loaderd.pace import Work
 from loaderd.versions import Version
-from shared.errors import ChangeoverError
+from shared.errors import ChangeoverError, Superseded
 from shared.handoff import DAMAGED_PLACES
 from shared.ids import DeviceId
 from shared.resident import ResidentVersion, damaged_tensors
@@ -46,12 +47,18 @@ class Scrub:
     async def check(self, version: Version, why: str, most_bytes_per_s: float = math.inf) -> Damage:
         """Hash every copy of a version where it lies, and follow up what is damaged.
 
-        It goes on when whoever asks is cancelled: a thread cannot be, and the slabs must outlive it.
+        It goes on when whoever asks is cancelled: a thread cannot be, and the slabs must outlive it.  Raises
+        Superseded where the version is released meanwhile.
         """
         user = self._host.versions.hold(version)
-        hashing = asyncio.ensure_future(self._hash(version, why, most_bytes_per_s))
+        ended = threading.Event()
+        hashing = asyncio.ensure_future(self._hash(version, why, most_bytes_per_s, ended))
         hashing.add_done_callback(lambda _: self._host.versions.slabs.release(user))
-        return await asyncio.shield(hashing)
+        self._host.checks.add(hashing, version.user, ended)
+        try:
+            return await asyncio.shield(hashing)
+        except Superseded as error:
+            raise Superseded(f"{version.ref} was released while it was hashed") from error
 
     async def run(self, interval_s: float, bytes_per_s: float) -> None:
         """Scrub all that is active or retained, no faster than that, until cancelled; a round begins
@@ -71,15 +78,20 @@ class Scrub:
     async def _scrub(self, version: Version, bytes_per_s: float) -> None:
         try:
             await self.check(version, "scrub", bytes_per_s)
+        except Superseded:
+            pass  # what is gone needs no scrub
         except ChangeoverError as error:
             self._host.chronicle.record(
                 "scrub.failed", error.message, model=version.ref.model, version=version.ref.version
             )
 
-    async def _hash(self, version: Version, why: str, most_bytes_per_s: float) -> Damage:
+    async def _hash(
+        self, version: Version, why: str, most_bytes_per_s: float, ended: threading.Event
+    ) -> Damage:
         copies = dict(version.copies)
+        name = f"{why} of {version.ref}"
         with self._host.pace.work(
-            f"{why} of {version.ref}", most_bytes_per_s=most_bytes_per_s, is_patient=True
+            name, most_bytes_per_s=most_bytes_per_s, ended=ended, is_patient=True
         ) as work:
             found = await asyncio.to_thread(_damaged_by_device, copies, work)
         for device, names in found.items():

@@ -35,13 +35,17 @@ def seal_directory(
         checkpoint.verify_unchanged()
         if key is not None and (changed := tree.keys() ^ checkpoint.tree(_is_ignored).keys()):
             raise CheckpointError("appeared or went away while it was signed", file=shown(min(changed)))
-        text = encode_seal(seal)
-        replace_file(checkpoint.borrow_folder_fd(), SEAL_FILE, text)
+        text, signature = encode_seal(seal), None
         if key is not None:
             files = {path: scans[path].sha256 for path in beside}
             files |= {name: file.sha256 for name, file in seal.files.items()}
             files[SEAL_FILE] = file_digest(text)
+            # Before anything is written: not every folder can be signed.
             signature = sign_files(checkpoint.name, files, key, has_symlinks=any(tree.values()))
+            if (directory / SIGNATURE_FILE).is_dir():
+                raise CheckpointError("is a directory: it cannot be replaced", file=SIGNATURE_FILE)
+        replace_file(checkpoint.borrow_folder_fd(), SEAL_FILE, text)
+        if signature is not None:
             replace_file(checkpoint.borrow_folder_fd(), SIGNATURE_FILE, signature)
     return seal
 

@@ -13,7 +13,7 @@ import structlog.testing
 from loaderd.damage import Damage
 from loaderd.versions import Version
 from shared.control import Rollback, Verify
-from shared.errors import DigestMismatch, InvalidRequest
+from shared.errors import DigestMismatch, InvalidRequest, Superseded
 from shared.ids import DeviceId, SlabId
 from shared.layout import Layout
 from tests.unit.device_host import (
@@ -290,3 +290,44 @@ def test_no_slab_no_damage() -> None:
     assert not damage.note(Layout((), ()), ("w",))
     assert damage.names(Layout((), ())) == ()
     assert list(damage.places()) == []
+
+
+# --- checks give way -----------------------------------------------------------------------------
+
+
+def test_a_check_gives_way_to_the_push_that_needs_the_memory(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await host.attach("a", A)
+        await host.attach("b", B)
+        await host.push("v1")
+        v1 = active(host)
+        await host.push("v2")
+        # One copy is hashed at once, the other's turn does not come.
+        check = asyncio.ensure_future(host.loaderd.scrub.check(v1, "scrub", most_bytes_per_s=1.0))
+        await eventually(lambda: host.loaderd.pace.admitted_bytes > 0)
+        report = await host.push("v3")
+        assert report.state == "done"
+        with pytest.raises(Superseded, match="toy-v1 was released while it was hashed"):
+            await check
+        here = [v.copies[A] for v in host.loaderd._host.versions if A in v.copies]
+        slabs = {slab.entry.slab_id: slab.entry.nbytes for copy in here for slab in copy.slabs}
+        assert v1 not in tuple(host.loaderd._host.versions)
+        assert host.loaderd.slabs.used_bytes(A) == sum(slabs.values())
+
+    run(scenario, (A, B))
+
+
+def test_no_check_outlives_the_daemon(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await host.attach("a", A)
+        await host.attach("b", B)
+        await host.push("v1")
+        check = asyncio.ensure_future(host.loaderd.scrub.check(active(host), "scrub", most_bytes_per_s=1.0))
+        await eventually(lambda: host.loaderd.pace.admitted_bytes > 0)
+        check.cancel()
+        async with asyncio.timeout(20):
+            await host.loaderd.end_work()
+        with pytest.raises(Superseded):
+            await host.loaderd.scrub.check(active(host), "verify", most_bytes_per_s=1.0)
+
+    run(scenario, (A, B))

@@ -475,3 +475,13 @@ def test_a_tree_has_bounds(signed: Path, keys: KeyPair, monkeypatch: pytest.Monk
     monkeypatch.setattr("loaderd.checkpoint.folder.TREE_LIMIT", 5)
     with pytest.raises(CheckpointError, match=r"^m-v1: holds more than 5 files"):
         opened(signed, keys)
+
+
+def test_a_folder_that_cannot_be_signed_keeps_its_seal(folder: Path, keys: KeyPair) -> None:
+    seal_directory(folder)
+    before = (folder / "seal.json").read_bytes()
+    (folder / "config.json").write_text("{ }")
+    (folder / "model.sig").mkdir()
+    with pytest.raises(CheckpointError):
+        seal_directory(folder, key=keys.signing)
+    assert (folder / "seal.json").read_bytes() == before
