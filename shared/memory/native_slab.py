@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shared.digest import SHA256_BYTES
 from shared.errors import InvalidRequest, InvariantError
 from shared.layout import SlabEntry
+from shared.memory.native_owner import Closable, Native, NativeOwner
 from shared.memory.ranges import check_range
 from shared.tensor_size import tensor_nbytes
 
@@ -16,14 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class _Closable(Protocol):
-    @property
-    def is_open(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class _Readable(_Closable, Protocol):
+class _Readable(Closable, Protocol):
     def borrow_fd(self) -> int: ...
 
     def crc32(self, offset_bytes: int, nbytes: int) -> int: ...
@@ -37,48 +30,31 @@ class _Readable(_Closable, Protocol):
     def view(self, offset_bytes: int, nbytes: int) -> Any: ...
 
 
-class _Writable(_Closable, Protocol):
+class _Writable(Closable, Protocol):
     def read_file(self, borrow_fd: int, file_offset: int, offset_bytes: int, nbytes: int) -> int: ...
 
     def read_pieces(self, borrow_fd: int, file_offset: int, pieces: list[tuple[int, int]]) -> list[int]: ...
 
 
-Closable = TypeVar("Closable", bound=_Closable)
 Readable = TypeVar("Readable", bound=_Readable)
 Writable = TypeVar("Writable", bound=_Writable)
 
 
-class NativeOwner(Generic[Closable]):
-    """Owns one native slab; leaving the block closes it if it is still open."""
+class SlabOwner(NativeOwner[Native]):
+    """Owns one native slab, and knows what it is."""
 
-    __slots__ = ("_entry", "_native")
+    __slots__ = ("_entry",)
 
-    def __init__(self, entry: SlabEntry, take_native: Closable) -> None:
+    def __init__(self, entry: SlabEntry, take_native: Native) -> None:
+        super().__init__(take_native)
         self._entry = entry
-        self._native = take_native
 
     @property
     def entry(self) -> SlabEntry:
         return self._entry
 
-    def close(self) -> None:
-        """Raises InvariantError the second time."""
-        self._native.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._native.is_open:
-            self.close()
-
-
-class ReadableSlab(NativeOwner[Readable]):
+class ReadableSlab(SlabOwner[Readable]):
     """The common part of `backend.Slab`."""
 
     __slots__ = ()
@@ -127,7 +103,7 @@ class ReadableSlab(NativeOwner[Readable]):
             check_range(self._entry, offset_bytes, nbytes)
 
 
-class FillableSlab(NativeOwner[Writable]):
+class FillableSlab(SlabOwner[Writable]):
     """The common part of `backend.WritableSlab`."""
 
     __slots__ = ()

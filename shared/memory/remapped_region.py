@@ -7,13 +7,13 @@ parameters to `tensor`s of the region once, and `exchange` puts another version'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, final
 
 from shared import _native
 from shared.errors import InvalidRequest, InvariantError
 from shared.ids import DeviceId
 from shared.memory.cuda import CudaSlab
+from shared.memory.native_owner import NativeOwner
 from shared.tensor_size import tensor_nbytes
 
 if TYPE_CHECKING:
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 @final
-class RemappedRegion:
+class RemappedRegion(NativeOwner[_native.RemappedRegion]):
     """A fixed range of addresses on one device; empty until the first `exchange`.
 
     Tensors of the region show whatever is mapped; reading them while nothing is (before the first
     `exchange`, after `close`) ends the process's GPU context.  Not thread-safe against itself.
     """
 
-    __slots__ = ("_native",)
+    __slots__ = ()
 
     def __init__(self, device: DeviceId, nbytes: int) -> None:
         """`nbytes` is the sum of the sizes of the slabs that will fill it."""
         if nbytes <= 0:
             raise InvariantError(f"a region cannot have {nbytes} bytes")
-        self._native = _native.RemappedRegion(device, nbytes)
+        super().__init__(_native.RemappedRegion(device, nbytes))
 
     @property
     def nbytes(self) -> int:
@@ -65,16 +65,4 @@ class RemappedRegion:
 
     def close(self) -> None:
         """Wait for the device and unmap the slabs."""
-        self._native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._native.is_open:
-            self._native.close()
+        super().close()

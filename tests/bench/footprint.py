@@ -36,7 +36,7 @@ from shared.digest import LEAF_BYTES
 from shared.ids import DeviceId, Digest, VersionRef, VersionTag
 from shared.memory.cuda import CudaBackend, CudaSlab
 from tests.bench.engine import prompts_of, time_engine
-from tests.bench.swap import llama_config, llama_shapes
+from tests.bench.swap import llama_config, shapes_of
 from tests.gpu.slabs import ROOT, decode, encode
 from tests.support.tiny_models import make_tokenizer
 
@@ -187,7 +187,7 @@ def run_child(connection: socket.socket, options: Options, engine_settings: dict
 
 def tensors_of(slab: CudaSlab, options: Options) -> dict[str, torch.Tensor]:
     """All tensors of the model, over the slab."""
-    shapes = llama_shapes(options.config())
+    shapes = shapes_of(options.config())
     offsets, _ = offsets_of(shapes)
     return {name: slab.tensor(offsets[name], "BF16", shape) for name, shape in shapes.items()}
 
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     options = Options(chosen.layers, chosen.hidden, chosen.sequences, chosen.kv_bytes)
-    _, nbytes = offsets_of(llama_shapes(options.config()))
+    _, nbytes = offsets_of(shapes_of(options.config()))
     backend = CudaBackend()
     reports: dict[str, Report] = {"options": asdict(options), "weights": {"bytes": nbytes}}
     with filled_slab(backend, nbytes) as slab:

@@ -20,6 +20,8 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from tests.bench.llama import llama_shapes
+
 BLOCK_BYTES = 64 << 20
 ITEM_BYTES = 2  # bfloat16
 LAYERS = 32
@@ -66,23 +68,9 @@ class Model:
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
         """All tensors in the order of the files."""
-        width, inner, kv = self.width, self.width * 7 // 2, self.width // 4
-        words = VOCABULARY * self.width // WIDTH
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, width)}
-        for layer in range(LAYERS):
-            at = f"model.layers.{layer}."
-            shapes |= {
-                at + "self_attn.q_proj.weight": (width, width),
-                at + "self_attn.k_proj.weight": (kv, width),
-                at + "self_attn.v_proj.weight": (kv, width),
-                at + "self_attn.o_proj.weight": (width, width),
-                at + "mlp.gate_proj.weight": (inner, width),
-                at + "mlp.up_proj.weight": (inner, width),
-                at + "mlp.down_proj.weight": (width, inner),
-                at + "input_layernorm.weight": (width,),
-                at + "post_attention_layernorm.weight": (width,),
-            }
-        shapes |= {"model.norm.weight": (width,), "lm_head.weight": (words, width)}
+        width = self.width
+        words = VOCABULARY * width // WIDTH
+        shapes = llama_shapes(layers=LAYERS, width=width, inner=width * 7 // 2, kv=width // 4, words=words)
         return tuple(ModelTensor(name, shape, n) for n, (name, shape) in enumerate(shapes.items()))
 
     @cached_property

@@ -26,6 +26,7 @@ from transformers import LlamaConfig
 
 from loaderd.nvml import open_nvml
 from shared.control import OperationReport
+from tests.bench.llama import Shapes, llama_shapes
 from tests.support.gpu import visible_gpus
 from tests.support.serving_host import MODEL, ServingHost, serving_host
 from tests.support.tiny_models import make_tokenizer
@@ -35,10 +36,10 @@ Result = dict[str, Any]
 PROMPTS = ("the first prompt", "another one", "and a third", "a fourth prompt to go on with")
 
 
-def llama_config(layers: int, hidden: int) -> LlamaConfig:
+def llama_config(layers: int, hidden: int, words: int = 128_256) -> LlamaConfig:
     """Of Llama 3's shape: 32 layers of 4096 are 16 GB in bfloat16."""
     return LlamaConfig(
-        vocab_size=128_256,
+        vocab_size=words,
         hidden_size=hidden,
         intermediate_size=hidden * 7 // 2,
         num_hidden_layers=layers,
@@ -54,25 +55,15 @@ def llama_config(layers: int, hidden: int) -> LlamaConfig:
     )
 
 
-def llama_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: LlamaConfig) -> Shapes:
     """Names and shapes of all tensors of a Llama."""
-    hidden, inter = config.hidden_size, config.intermediate_size
-    kv = config.num_key_value_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_hidden_layers):
-        at = f"model.layers.{layer}."
-        shapes |= {
-            at + "self_attn.q_proj.weight": (hidden, hidden),
-            at + "self_attn.k_proj.weight": (kv, hidden),
-            at + "self_attn.v_proj.weight": (kv, hidden),
-            at + "self_attn.o_proj.weight": (hidden, hidden),
-            at + "mlp.gate_proj.weight": (inter, hidden),
-            at + "mlp.up_proj.weight": (inter, hidden),
-            at + "mlp.down_proj.weight": (hidden, inter),
-            at + "input_layernorm.weight": (hidden,),
-            at + "post_attention_layernorm.weight": (hidden,),
-        }
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
+    return llama_shapes(
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        inner=config.intermediate_size,
+        kv=config.num_key_value_heads * config.head_dim,
+        words=config.vocab_size,
+    )
 
 
 VERSIONS = ("v1", "v2", "v3")
@@ -80,7 +71,7 @@ VERSIONS = ("v1", "v2", "v3")
 
 def make_checkpoints(root: Path, config: LlamaConfig, device: str, shards: int = 4) -> int:
     """The versions below `root`; they differ in their last shard.  Returns the bytes of one."""
-    shapes = list(llama_shapes(config).items())
+    shapes = list(shapes_of(config).items())
     per_shard = -(-len(shapes) // shards)
     total = 0
     for seed, version in enumerate(VERSIONS, start=1):

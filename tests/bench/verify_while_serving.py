@@ -24,10 +24,9 @@ from typing import Any, Self
 
 import httpx
 import torch
-from transformers import LlamaConfig
 
 from shared.control import Verify, VerifyReport
-from tests.bench.swap import make_checkpoints, spread
+from tests.bench.swap import llama_config, make_checkpoints, spread
 from tests.support.serving_host import MODEL, ServingHost, serving_host
 
 Result = dict[str, Any]
@@ -213,21 +212,7 @@ def main() -> None:
     parser.add_argument("--throttle", default="0.15", help='the share, or "off"')
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    config = LlamaConfig(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 7 // 2,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 128,
-        num_key_value_heads=max(1, options.hidden // 512),
-        head_dim=128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-        dtype=torch.bfloat16,
-    )
+    config = llama_config(options.layers, options.hidden, options.vocab)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nbytes = make_checkpoints(options.folder, config, device)
     if device == "cuda":

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-import structlog.testing
 
 from loaderd.damage import Damage
 from loaderd.versions import Version
@@ -28,13 +27,9 @@ from tests.unit.device_host import (
     write_version,
 )
 
+pytestmark = pytest.mark.usefixtures("plain_logs")
+
 Scenario = Callable[[DeviceHost], Awaitable[None]]
-
-
-@pytest.fixture(autouse=True)
-def _plain_logs() -> Iterator[None]:
-    with structlog.testing.capture_logs():
-        yield
 
 
 @pytest.fixture

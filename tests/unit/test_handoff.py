@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog.testing
 import zmq
 
 import inferd.link
@@ -48,6 +47,8 @@ from shared.run_dir import listen_seqpacket
 from tests.support.resident import make_resident, other_digest
 from tests.unit.engine.fake_engine import FakeEngine
 from tests.unit.memory.resources import open_fds
+
+pytestmark = pytest.mark.usefixtures("plain_logs")
 
 
 @dataclass(slots=True)
@@ -166,13 +167,6 @@ def run(tmp_path: Path, scenario: Callable[[Pair], Awaitable[None]]) -> None:
     before = open_fds()
     asyncio.run(main())
     assert open_fds() == before
-
-
-@pytest.fixture(autouse=True)
-def _plain_logs() -> Iterator[None]:
-    """structlog's default for terminals renders the locals of every frame, and so keeps them alive."""
-    with structlog.testing.capture_logs():
-        yield
 
 
 @pytest.fixture

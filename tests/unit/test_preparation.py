@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, cast
 
 import pytest
-import structlog
 import torch
 
 from inferd.engine.protocol import WarmReport
@@ -28,6 +27,8 @@ from shared.resident import ResidentVersion
 from shared.transfer import IncomingVersion
 from tests.support.resident import make_resident
 from tests.unit.engine.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.usefixtures("plain_logs")
 
 WITHIN_S = 20.0
 
@@ -129,12 +130,6 @@ class Scene:
         await self.preparer.prepare(incoming, WITHIN_S)
         self.slots.commit(incoming.tag, Epoch(epoch))
         return incoming.tag
-
-
-@pytest.fixture(autouse=True)
-def _plain_logs() -> Iterator[None]:
-    with structlog.testing.capture_logs():
-        yield
 
 
 def run(scenario: Callable[[Scene], Awaitable[None]]) -> Scene:

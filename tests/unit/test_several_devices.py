@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import structlog.testing
 from prometheus_client import CollectorRegistry
 
 from loaderd.seal.create import seal_directory
@@ -34,11 +33,7 @@ from tests.unit.device_host import (
 )
 from tests.unit.memory.fake_backend import FakeWritableSlab
 
-
-@pytest.fixture(autouse=True)
-def _plain_logs() -> Iterator[None]:
-    with structlog.testing.capture_logs():
-        yield
+pytestmark = pytest.mark.usefixtures("plain_logs")
 
 
 @pytest.fixture

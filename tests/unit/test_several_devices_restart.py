@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import structlog.testing
 
 from tests.unit.device_host import (
     MODEL,
@@ -23,11 +22,7 @@ from tests.unit.device_host import (
     write_version,
 )
 
-
-@pytest.fixture(autouse=True)
-def _plain_logs() -> Iterator[None]:
-    with structlog.testing.capture_logs():
-        yield
+pytestmark = pytest.mark.usefixtures("plain_logs")
 
 
 @pytest.fixture
