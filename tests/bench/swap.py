@@ -55,6 +55,11 @@ def llama_config(layers: int, hidden: int, words: int = 128_256) -> LlamaConfig:
     )
 
 
+def kv_bytes_per_token(config: LlamaConfig) -> int:
+    """Of keys and values of all layers, in bfloat16."""
+    return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
+
+
 def shapes_of(config: LlamaConfig) -> Shapes:
     """Names and shapes of all tensors of a Llama."""
     return llama_shapes(

@@ -24,12 +24,19 @@ from typing import Any, Self
 
 import httpx
 import torch
+from transformers import LlamaConfig
 
 from shared.control import Verify, VerifyReport
-from tests.bench.swap import llama_config, make_checkpoints, spread
+from tests.bench.swap import kv_bytes_per_token, llama_config, make_checkpoints, spread
 from tests.support.serving_host import MODEL, ServingHost, serving_host
 
 Result = dict[str, Any]
+
+PROMPT_TOKENS = 32
+"""At most."""
+
+MORE_TOKENS = 37
+"""By which each client's answers are longer than those of the one before."""
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class TokenTimes:
             while not self._is_ending.is_set():
                 turn += 1
                 # Of different lengths, so that not all prompts are computed in the same step.
-                tokens = self.tokens + 37 * number
+                tokens = self.tokens + MORE_TOKENS * number
                 # Log-probabilities bring a chunk for every token, also for those that make no text.
                 body = {
                     "model": MODEL,
@@ -157,9 +164,16 @@ class Bench:
         return {"load_s": report.load_s, "verify_s": report.verify_s, "prepare_s": report.prepare_s}
 
 
-def measure(host: ServingHost, options: argparse.Namespace) -> Result:
+def measure(host: ServingHost, config: LlamaConfig, options: argparse.Namespace) -> Result:
     """All spells on running daemons."""
-    host.start_inferd("a", more=f'backend = "{options.backend}"\nlog_level = "warning"')
+    # All answers at once, on both versions while one takes over from the other: what would wait for room in
+    # the cache would be taken for slow decoding.
+    tokens = 2 * options.clients * (PROMPT_TOKENS + options.tokens + MORE_TOKENS * options.clients)
+    host.start_inferd(
+        "a",
+        more=f'backend = "{options.backend}"\nlog_level = "warning"',
+        kv_cache_bytes=tokens * kv_bytes_per_token(config),
+    )
     host.push("v1")
     with TokenTimes(host.api_socket(), options.clients, options.tokens) as times:
         bench = Bench(host, times, options.spell_s)
@@ -169,6 +183,9 @@ def measure(host: ServingHost, options: argparse.Namespace) -> Result:
         bench.quiet()
     if times.failures:
         raise SystemExit(f"{len(times.failures)} requests failed, the first with {times.failures[0]}")
+    metrics = host.get(host.run_dir.inferd_health("a"), "/metrics").text
+    if "changeover_engine_preemptions_total 0.0" not in metrics:
+        raise SystemExit("sequences waited for room in the KV cache: the latencies show nothing")
     return {"spells": bench.spells, "ratios": ratios(bench.spells)}
 
 
@@ -221,7 +238,7 @@ def main() -> None:
     loaderd = f'backend = "{options.backend}"\nlog_level = "warning"\nthrottle_above_share = {share}'
     with serving_host(options.folder, loaderd) as host:
         host.start_loaderd()
-        result = {"bytes": nbytes, "throttle": options.throttle, **measure(host, options)}
+        result = {"bytes": nbytes, "throttle": options.throttle, **measure(host, config, options)}
     show(result)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -105,6 +105,7 @@ class ServingHost:
         *,
         more: str = "",
         engine: str = "",
+        kv_cache_bytes: int = 64 << 20,
         is_awaited: bool = True,
         environ: Mapping[str, str] | None = None,
     ) -> DaemonProcess:
@@ -113,7 +114,7 @@ class ServingHost:
         config.write_text(
             f'name = "{name}"\nmodel = "{MODEL}"\nrun_dir = "{self.run_dir.path}"\n'
             f'listen = "unix:{self.api_socket(name)}"\n{more}\n'
-            f"[engine]\nkv_cache_bytes = 67108864\ntorch_threads = 1\n{engine}\n"
+            f"[engine]\nkv_cache_bytes = {kv_cache_bytes}\ntorch_threads = 1\n{engine}\n"
         )
         self.inferds[name] = self._start(f"inferd-{name}", "inferd.main", config, environ)
         if is_awaited:
