@@ -10,7 +10,7 @@ from loaderd.crew import Crew
 from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.read_schedule import FilledSlab, ReadRun, ReadSchedule
 from shared._native import crc32_combine
-from shared.errors import CheckpointError, ReadFailed
+from shared.errors import CheckpointError, ReadFailed, Superseded
 from shared.gate import Pacer
 from shared.memory.backend import MemoryBackend, Slab, WritableSlab
 
@@ -36,7 +36,9 @@ class Filling:
         on_sealed: OnSealed,
         undo: ExitStack,
     ) -> None:
-        """Allocates.  Blocking; raises OutOfMemory."""
+        self._backend = backend
+        self._device = request.devices[0]
+        self._sizes = request.placement.slabs
         self._checkpoint = request.checkpoint
         self._progress = progress
         self._pace = pace
@@ -47,20 +49,33 @@ class Filling:
         )
         self._lock = threading.Lock()  # of the schedule and of undo
         self._sealed: dict[int, Slab] = {}
-        self._writable: list[WritableSlab] = []
-        for nbytes in request.placement.slabs:
-            slab = backend.create_slab(request.devices[0], nbytes)
-            undo.enter_context(slab)
-            self._writable.append(slab)
+        self._writable: dict[int, WritableSlab] = {}
+        self._allocated = threading.Condition(self._lock)
+        self._is_allocating = True
 
     @property
     def slabs(self) -> tuple[Slab, ...]:
         """All new slabs, once everything was read, in the order of the placement."""
-        return tuple(self._sealed[index] for index in range(len(self._writable)))
+        return tuple(self._sealed[index] for index in range(len(self._sizes)))
+
+    def allocate(self) -> None:
+        """Allocate the slabs, the first to be read into first: that takes a GPU's driver a while, so reading
+        begins meanwhile.  Blocking; raises OutOfMemory."""
+        try:
+            for index in self._schedule.order:
+                slab = self._backend.create_slab(self._device, self._sizes[index])
+                with self._allocated:
+                    self._undo.enter_context(slab)
+                    self._writable[index] = slab
+                    self._allocated.notify_all()
+        finally:
+            with self._allocated:
+                self._is_allocating = False
+                self._allocated.notify_all()
 
     def read(self, crew: Crew) -> None:
-        """Read extents until none is left.  Raises CheckpointError where a file ends early or cannot be
-        read, Superseded where the crew is to end."""
+        """Read extents until none is left, each once its slab is allocated.  Raises CheckpointError where a
+        file ends early or cannot be read, Superseded where the crew is to end."""
         while True:
             with self._lock:
                 taken = self._schedule.take()
@@ -78,12 +93,21 @@ class Filling:
 
     def _read_run(self, run: ReadRun) -> list[int]:
         fd = self._checkpoint.borrow_fd(run.file)
+        slab = self._awaited(run.slab)
         try:
-            return self._writable[run.slab].read_pieces(fd, run.file_offset, run.pieces)
+            return slab.read_pieces(fd, run.file_offset, run.pieces)
         except ReadFailed as error:
             extent = run.extent_at(error.byte)
             reason = error.message if error.number else f"ends early: {error.message}"
             raise CheckpointError(reason, file=run.file, tensor=extent.tensor, byte=error.byte) from error
+
+    def _awaited(self, index: int) -> WritableSlab:
+        with self._allocated:
+            self._allocated.wait_for(lambda: index in self._writable or not self._is_allocating)
+            slab = self._writable.get(index)
+        if slab is None:
+            raise Superseded("the slabs could not be allocated")
+        return slab
 
     def _seal(self, filled: FilledSlab) -> None:
         slab = self._writable[filled.index].seal()

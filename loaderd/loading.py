@@ -122,7 +122,9 @@ class _Load:
         with Crew(cancelled, READERS + hashers) as crew:
             hashing = crew.start(hashers, lambda: self._hash(crew))
             try:
-                crew.wait(crew.start(READERS, lambda: self._filling.read(crew)))
+                reading = crew.start(READERS, lambda: self._filling.read(crew))
+                self._filling.allocate()
+                crew.wait(reading)
                 self._loaded = time.perf_counter()
                 self._progress.is_verifying = True
                 crew.check()

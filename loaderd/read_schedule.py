@@ -89,12 +89,17 @@ class _SlabReads:
     runs: list[ReadRun]
     taken: int = 0
     finished: int = 0
+    nbytes: int = field(init=False)
     crcs: dict[int, list[int]] = field(default_factory=dict)  # by run
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(run.nbytes for run in self.runs)
 
 
 class ReadSchedule:
-    """Hands out every extent of a placement once, slab by slab, so that the first slabs are complete while
-    the last are still read.  Not thread-safe: its owner lets in one caller at a time."""
+    """Hands out every extent of a placement once, slab by slab and the largest slab first, so that the first
+    slabs are complete while the last are still read.  Not thread-safe: its owner lets in one caller at a
+    time."""
 
     def __init__(
         self, placement: Placement, combine: CombineCrc, *, run_bytes: int, slabs_at_once: int = 1
@@ -108,10 +113,17 @@ class ReadSchedule:
         empty = [slab.index for slab in self._slabs if not slab.runs]
         if empty:
             raise InvariantError(f"nothing is read into slab {empty[0]}")
+        # What is hashed after the last byte came is the smallest, and the others are done by then.
+        self._slabs_to_read = sorted(self._slabs, key=lambda slab: -slab.nbytes)
         self._combine = combine
         self._slabs_at_once = slabs_at_once
         self._begun: list[_SlabReads] = []  # those that have runs to hand out
-        self._untouched = deque(self._slabs)
+        self._untouched = deque(self._slabs_to_read)
+
+    @property
+    def order(self) -> list[int]:
+        """The slabs, by their index in the placement, in the order in which they are read into."""
+        return [slab.index for slab in self._slabs_to_read]
 
     def take(self) -> tuple[int, ReadRun] | None:
         """The run to read next, with its number in its slab; None when all were handed out."""
@@ -119,7 +131,7 @@ class ReadSchedule:
             self._begun.append(self._untouched.popleft())
         if not self._begun:
             return None
-        slab = min(self._begun, key=lambda each: (each.taken - each.finished, each.index))
+        slab = min(self._begun, key=lambda each: each.taken - each.finished)
         number, run = slab.taken, slab.runs[slab.taken]
         slab.taken += 1
         if slab.taken == len(slab.runs):

@@ -22,6 +22,7 @@ inline constexpr Result kInvalidValue = 1;
 inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kInvalidHandle = 400;
+inline constexpr Result kNotReady = 600;
 inline constexpr Result kNotSupported = 801;
 inline constexpr Result kStreamCaptureUnsupported = 900;
 inline constexpr Result kUnknown = 999;
@@ -70,6 +71,16 @@ struct IpcHandle {
   char reserved[64];
 };
 inline constexpr unsigned kIpcLazyPeerAccess = 1;
+
+inline constexpr int kSourceAccessInStreamOrder = 1;
+inline constexpr unsigned kCopyPrefersOverlap = 1;  // with kernels
+struct CopyAttributes {
+  int source_access_order;
+  Location source_hint;
+  Location target_hint;
+  unsigned flags;
+};
+static_assert(sizeof(CopyAttributes) == 24);
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventBlockingSync = 1;

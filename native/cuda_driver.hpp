@@ -125,6 +125,9 @@ class CudaDriver {
   const DriverCall<void**, Size, unsigned> host_alloc{library_, "cuMemHostAlloc"};
   const DriverCall<void*> host_free{library_, "cuMemFreeHost"};
   const DriverCall<Pointer, const void*, Size, cuda::Stream> copy_to_device{library_, "cuMemcpyHtoDAsync"};
+  // Since 12.8; this form of it since 13.0.
+  const DriverCall<Pointer*, Pointer*, Size*, Size, cuda::CopyAttributes*, Size*, Size, cuda::Stream> copy_batch{
+      library_, "cuMemcpyBatchAsync", 13000, true};
   const DriverCall<Pointer, Pointer, Size, cuda::Stream> copy_on_device{library_, "cuMemcpyDtoDAsync"};
   const DriverCall<Pointer, cuda::Context, Pointer, cuda::Context, Size, cuda::Stream> copy_between{
       library_, "cuMemcpyPeerAsync"};
@@ -136,6 +139,7 @@ class CudaDriver {
   const DriverCall<cuda::Event*, unsigned> event_create{library_, "cuEventCreate"};
   const DriverCall<cuda::Event> event_destroy{library_, "cuEventDestroy"};
   const DriverCall<cuda::Event, cuda::Stream> event_record{library_, "cuEventRecord"};
+  const DriverCall<cuda::Event> event_query{library_, "cuEventQuery"};
   const DriverCall<cuda::Event> event_synchronize{library_, "cuEventSynchronize"};
 
   const DriverCall<cuda::Module*, const void*> module_load{library_, "cuModuleLoadData"};

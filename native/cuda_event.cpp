@@ -18,6 +18,14 @@ CudaEvent::~CudaEvent() {
 
 void CudaEvent::record(cuda::Stream stream) const { CudaDriver::get().event_record(event_, stream); }
 
+bool CudaEvent::has_happened() const {
+  const CudaDriver& driver = CudaDriver::get();
+  const cuda::Result result = driver.event_query.attempt(event_);
+  if (result == cuda::kNotReady) return false;
+  if (result != cuda::kSuccess) driver.event_query.fail(result);
+  return true;
+}
+
 void CudaEvent::synchronize() const { CudaDriver::get().event_synchronize(event_); }
 
 }  // namespace changeover

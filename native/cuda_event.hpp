@@ -15,6 +15,8 @@ class CudaEvent {
 
   cuda::Event borrow() const noexcept { return event_; }
   void record(cuda::Stream stream) const;
+  // Whether that point is reached; true if it was never recorded.
+  bool has_happened() const;
   // Blocking.  Returns at once if it was never recorded.
   void synchronize() const;
 

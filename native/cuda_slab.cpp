@@ -119,6 +119,8 @@ class WritableCudaSlab::Filling {
 WritableCudaSlab::WritableCudaSlab(std::shared_ptr<CudaStaging> staging, std::shared_ptr<CudaRegion> region)
     : nbytes_(region->nbytes()), staging_(std::move(staging)), region_(std::move(region)) {}
 
+WritableCudaSlab::~WritableCudaSlab() { copies_->wait(); }
+
 std::unique_ptr<WritableCudaSlab> WritableCudaSlab::create(Budget& budget, std::shared_ptr<CudaStaging> staging,
                                                            const std::string& slab_id, std::uint64_t nbytes,
                                                            bool is_legacy_ipc) {
@@ -143,7 +145,7 @@ bool WritableCudaSlab::is_open() const {
 void WritableCudaSlab::read_file(int borrow_fd, std::uint64_t file_offset, std::span<Piece> pieces) {
   const Filling filling(*this);
   for (const Piece& piece : pieces) static_cast<void>(filling.region()->range(piece.offset, piece.nbytes));
-  staging_->read_file(borrow_fd, file_offset, pieces, filling.region()->range(0, 0));
+  staging_->read_file(borrow_fd, file_offset, pieces, filling.region()->range(0, 0), copies_);
 }
 
 void WritableCudaSlab::copy_from(const CudaSlab& source) {
@@ -160,7 +162,8 @@ std::unique_ptr<CudaSlab> WritableCudaSlab::seal() {
     if (fillings_ > 0) throw Misuse("a slab cannot be sealed while it is filled");
     region = std::move(region_);
   }
-  staging_->settle();
+  copies_->wait();
+  copies_->check();
   UniqueFd fd = region->seal();
   return std::make_unique<CudaSlab>(std::move(fd), std::move(region));
 }
@@ -172,6 +175,7 @@ void WritableCudaSlab::close() {
     if (!region_) throw Misuse("a slab that is sealed or closed cannot be closed");
     last = std::move(region_);
   }
+  copies_->wait();
   give_up(std::move(last));
 }
 

@@ -56,6 +56,10 @@ class WritableCudaSlab {
   static std::unique_ptr<WritableCudaSlab> create(Budget& budget, std::shared_ptr<CudaStaging> staging,
                                                   const std::string& slab_id, std::uint64_t nbytes,
                                                   bool is_legacy_ipc);
+  WritableCudaSlab(const WritableCudaSlab&) = delete;
+  WritableCudaSlab& operator=(const WritableCudaSlab&) = delete;
+  // Where it was neither sealed nor closed, copies that are under way end first.
+  ~WritableCudaSlab();
 
   std::uint64_t nbytes() const noexcept { return nbytes_; }
   bool is_open() const;
@@ -69,7 +73,8 @@ class WritableCudaSlab {
   }
   // Fill all of it from a slab of the same size, on this device or another; cuda_copy.hpp.  Blocking.
   void copy_from(const CudaSlab& source);
-  // Consumes the slab, after all copies into it.  Throws Misuse while it is being filled.
+  // Consumes the slab, after all copies into it.  Throws Misuse while it is being filled, SystemError where a
+  // copy failed.
   std::unique_ptr<CudaSlab> seal();
   // Free.  Copies that are under way end first.
   void close();
@@ -80,6 +85,7 @@ class WritableCudaSlab {
 
   const std::uint64_t nbytes_;
   const std::shared_ptr<CudaStaging> staging_;
+  const std::shared_ptr<SlabCopies> copies_ = std::make_shared<SlabCopies>();
   mutable std::mutex mutex_;
   int fillings_ = 0;
   std::shared_ptr<CudaRegion> region_;  // null when sealed or closed

@@ -1,11 +1,8 @@
 #include "cuda_staging.hpp"
 
-#include <utility>
+#include <string>
 #include <vector>
 
-#include "cuda_driver.hpp"
-#include "cuda_event.hpp"
-#include "cuda_stream.hpp"
 #include "error.hpp"
 #include "pinned_buffer.hpp"
 #include "read_queue.hpp"
@@ -13,48 +10,43 @@
 namespace changeover {
 namespace {
 
-// Pinned slots, and copies out of them on a stream.
+// Pinned slots, and copies out of them.
 class PinnedSlots final : public Slots {
  public:
-  PinnedSlots(int priority, std::uint64_t slot_bytes, unsigned slot_count)
-      : chunk_bytes_(slot_bytes), stream_(priority) {
-    slots_.reserve(slot_count);
-    for (unsigned i = 0; i < slot_count; ++i) slots_.emplace_back(slot_bytes + kSlotMarginBytes);
-  }
+  PinnedSlots(CudaCopyQueue& queue, std::uint64_t slot_bytes, unsigned slot_count)
+      : queue_(queue),
+        chunk_bytes_(slot_bytes),
+        slot_bytes_(slot_bytes + kSlotMarginBytes),
+        buffer_(slot_count * slot_bytes_),
+        copies_(slot_count) {}
 
-  unsigned count() const noexcept override { return static_cast<unsigned>(slots_.size()); }
+  unsigned count() const noexcept override { return static_cast<unsigned>(copies_.size()); }
   std::uint64_t chunk_bytes() const noexcept override { return chunk_bytes_; }
   std::span<std::byte> reuse(unsigned slot) override {
-    slots_[slot].copied.synchronize();
-    return slots_[slot].buffer.bytes();
+    copies_[slot].wait();
+    return buffer_.bytes().subspan(slot * slot_bytes_, slot_bytes_);
   }
   std::span<std::byte> in_place(std::uint64_t, std::uint64_t) override { return {}; }
-  void place(std::span<const std::byte> bytes, std::uint64_t offset) override {
-    CudaDriver::get().copy_to_device(target + offset, bytes.data(), bytes.size(), stream_.borrow());
+  void place(unsigned slot, std::span<const std::byte> bytes, std::uint64_t offset) override {
+    queue_.add({target + offset, bytes.data(), bytes.size(), &copies_[slot], slab});
   }
-  void finish(unsigned slot) override { slots_[slot].copied.record(stream_.borrow()); }
-
-  const CudaStream& stream() const noexcept { return stream_; }
 
   cuda::DevicePointer target = 0;
+  std::shared_ptr<SlabCopies> slab;
 
  private:
-  struct Slot {
-    explicit Slot(std::uint64_t nbytes) : buffer(nbytes) {}
-    CudaEvent copied;
-    PinnedBuffer buffer;
-  };
-
+  CudaCopyQueue& queue_;
   const std::uint64_t chunk_bytes_;
-  CudaStream stream_;
-  std::vector<Slot> slots_;
+  const std::uint64_t slot_bytes_;  // a multiple of kDirectAlignment where chunks are
+  PinnedBuffer buffer_;
+  std::vector<CopyCount> copies_;  // out of each slot
 };
 
 }  // namespace
 
 struct CudaStaging::Lane {
-  Lane(int priority, std::uint64_t slot_bytes, unsigned slot_count)
-      : slots(priority, slot_bytes, slot_count), queue(slot_count), reader(queue, slots) {}
+  Lane(CudaCopyQueue& copies, std::uint64_t slot_bytes, unsigned slot_count)
+      : slots(copies, slot_bytes, slot_count), queue(slot_count), reader(queue, slots) {}
 
   PinnedSlots slots;
   ReadQueue queue;
@@ -66,36 +58,32 @@ CudaStaging::CudaStaging(CudaDevice& device, std::uint64_t slot_bytes, unsigned 
       slot_bytes_(slot_bytes),
       slots_per_lane_(slots_per_lane),
       lanes_(std::make_unique<LanePool<Lane>>()) {
-  if (slot_bytes == 0 || slots_per_lane < 2) throw Misuse("a lane has at least two slots of at least one byte");
+  if (slot_bytes == 0 || slot_bytes % kDirectAlignment != 0 || slots_per_lane < 2) {
+    throw Misuse("a lane has at least two slots of whole blocks of " + std::to_string(kDirectAlignment) + " bytes");
+  }
+  const ContextScope scope(device_);
+  copies_ = std::make_unique<CudaCopyQueue>(device_);
 }
 
 CudaStaging::~CudaStaging() {
   try {
     const ContextScope scope(device_);
-    // Pinned memory must not go while the device reads it.
-    for (const Lane* lane : lanes_->all()) {
-      static_cast<void>(CudaDriver::get().stream_synchronize.attempt(lane->slots.stream().borrow()));
-    }
+    copies_.reset();  // pinned memory must not go while the device reads it
     lanes_.reset();
   } catch (const SystemError&) {
-    // The context is lost, and with it all work; the lanes go with the members.
+    // The context is lost, and with it all work; what is left goes with the members.
   }
 }
 
 void CudaStaging::read_file(int borrow_fd, std::uint64_t file_offset, std::span<Piece> pieces,
-                            cuda::DevicePointer to) {
+                            cuda::DevicePointer to, const std::shared_ptr<SlabCopies>& copies) {
+  copies->check();
   const ContextScope scope(device_);
-  const LanePool<Lane>::Lease lane(*lanes_, [this] {
-    return std::make_unique<Lane>(device_.least_priority(), slot_bytes_, slots_per_lane_);
-  });
+  const LanePool<Lane>::Lease lane(
+      *lanes_, [this] { return std::make_unique<Lane>(*copies_, slot_bytes_, slots_per_lane_); });
   lane->slots.target = to;
+  lane->slots.slab = copies;
   lane->reader.read(borrow_fd, file_offset, pieces);
-}
-
-void CudaStaging::settle() {
-  const std::vector<Lane*> lanes = lanes_->all();
-  const ContextScope scope(device_);
-  for (const Lane* lane : lanes) lane->slots.stream().synchronize();
 }
 
 }  // namespace changeover

@@ -202,9 +202,8 @@ void ExtentReader::finish(Source& source, const Chunk& chunk, PieceWalk& walk) {
     }
     const std::uint64_t there = done > start ? std::min(done - start, nbytes) : 0;
     piece.crc = read_rest(source.fd, chunk.offset + start, to, there, piece.crc);
-    if (!is_in_place) slots_.place(to, offset);
+    if (!is_in_place) slots_.place(chunk.slot, to, offset);
   });
-  if (!slot.empty()) slots_.finish(chunk.slot);
   if (is_passing_through) source.pass_through(chunk);
 }
 

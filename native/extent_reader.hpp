@@ -33,9 +33,7 @@ class Slots {
   // The destination's own memory, where the processor can read files into it; else nothing.
   virtual std::span<std::byte> in_place(std::uint64_t offset, std::uint64_t nbytes) = 0;
   // Begin to bring `bytes` of the slot to `offset` of the destination.
-  virtual void place(std::span<const std::byte> bytes, std::uint64_t offset) = 0;
-  // All of a slot's bytes are on their way.
-  virtual void finish(unsigned slot) = 0;
+  virtual void place(unsigned slot, std::span<const std::byte> bytes, std::uint64_t offset) = 0;
 };
 
 // Bytes of the file that lie together in the destination.

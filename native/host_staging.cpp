@@ -24,10 +24,9 @@ class MemorySlots final : public Slots {
   std::span<std::byte> in_place(std::uint64_t offset, std::uint64_t nbytes) override {
     return memory.subspan(offset, nbytes);
   }
-  void place(std::span<const std::byte> bytes, std::uint64_t offset) override {
+  void place(unsigned, std::span<const std::byte> bytes, std::uint64_t offset) override {
     std::memcpy(memory.data() + offset, bytes.data(), bytes.size());
   }
-  void finish(unsigned) override {}
 
   std::span<std::byte> memory;
 

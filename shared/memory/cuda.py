@@ -48,11 +48,12 @@ def releases_held(device: DeviceId) -> Iterator[None]:
         hold.close()
 
 
-SLOT_BYTES = 4 << 20
-"""Of a pinned slot: long enough a copy for the bus, short enough to stay in the processor's cache."""
+SLOT_BYTES = 512 << 10
+"""Of a pinned slot: small, so that all of a thread's stay near its processor's cache; copies are submitted in
+batches, so that the bus does not mind (native/cuda_copy_queue.hpp)."""
 
-SLOTS_PER_THREAD = 2
-"""One is read into while the other is copied from."""
+SLOTS_PER_THREAD = 6
+"""One is read into while two batches of others are copied from."""
 
 HASHERS = 2
 """For each device: they wait for kernels, and hash a slab in half the time that reading it takes."""

@@ -118,7 +118,9 @@ def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:
     with ExitStack() as undo:
         filling = Filling(request, backend, LoadProgress(), Gate(), lambda filled, slab: None, undo)
         with Crew(threading.Event(), loading.READERS) as crew:
-            crew.wait(crew.start(loading.READERS, lambda: filling.read(crew)))
+            reading = crew.start(loading.READERS, lambda: filling.read(crew))
+            filling.allocate()
+            crew.wait(reading)
             crew.check()
         slabs = filling.slabs
         undo.pop_all()

@@ -97,6 +97,17 @@ def test_readers_spread_over_slabs() -> None:
     assert order == [0, 1, 0, 1]
 
 
+def test_what_is_complete_last_is_the_smallest() -> None:
+    sizes = {"a": 100, "b": 400, "c": 300}
+    starts = {"a": 8, "b": 108, "c": 508}
+    tensors = [TensorSource(name, "U8", (size,), size, "f", starts[name]) for name, size in sizes.items()]
+    placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=100, read_bytes=100))
+    schedule = ReadSchedule(placement, crc32_combine, run_bytes=100)
+    taken = [work[1].slab for _ in range(8) if (work := schedule.take())]
+    assert taken == [1] * 4 + [2] * 3 + [0]
+    assert schedule.order == [1, 2, 0]
+
+
 def test_a_byte_belongs_to_the_extent_that_has_it() -> None:
     (run,) = read_runs(small(250).reads, 1000)
     assert [run.extent_at(byte).file_offset for byte in (8, 107, 108, 257, 258)] == [8, 8, 108, 208, 8]

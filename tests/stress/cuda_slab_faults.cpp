@@ -7,6 +7,7 @@
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -108,6 +109,39 @@ void threads_have_lanes_of_their_own() {
   CHECK(fake_cuda().live() == 0);
 }
 
+void copies_of_a_driver_without_batches_are_the_same() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(2 * kStepBytes);
+  fake_cuda().set_batches(false);
+  {
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 4);
+    const auto slab = sealed(*budget, staging, file);
+    CHECK(crc32(resident(*slab->share())) == crc32(file.bytes));
+    slab->close();
+  }
+  fake_cuda().set_batches(true);
+  CHECK(fake_cuda().live() == 0);
+}
+
+// Told by the slab that lacks the bytes, and by no other.
+void a_copy_that_failed_is_told_before_the_slab_is_sealed() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(2 * kStepBytes);
+  const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 4);
+  for (const char* entry : {"cuMemcpyBatchAsync", "cuMemcpyHtoDAsync", "cuEventRecord", "cuEventQuery"}) {
+    fake_cuda().set_batches(std::string(entry) != "cuMemcpyHtoDAsync");
+    fake_cuda().fail_entry(entry, 1, kPlanted);
+    CHECK_THROWS(sealed(*budget, staging, file), SystemError);
+    device().releases().settle();
+    const auto next = sealed(*budget, staging, file);
+    CHECK(crc32(resident(*next->share())) == crc32(file.bytes));
+    next->close();
+  }
+  fake_cuda().set_batches(true);
+  device().releases().settle();
+  CHECK(budget->used_bytes() == 0);
+}
+
 void memory_waits_for_work_it_does_not_know() {
   const auto budget = std::make_shared<Budget>(std::nullopt);
   const File file(kStepBytes);
@@ -129,9 +163,14 @@ void memory_waits_for_work_it_does_not_know() {
 
   // A writer that gives up has copies under way.
   const auto writable = WritableCudaSlab::create(*budget, staging, "slab", kStepBytes, false);
-  writable->read_file(file.fd.borrow(), 0, 0, 100);
-  CHECK(fake_cuda().pending() == 1);
+  writable->read_file(file.fd.borrow(), 0, 0, kStepBytes);
   writable->close();
+  CHECK(fake_cuda().pending() == 0 && budget->used_bytes() == 0);
+  {
+    const auto dropped = WritableCudaSlab::create(*budget, staging, "slab", kStepBytes, false);
+    dropped->read_file(file.fd.borrow(), 0, 0, kStepBytes);
+  }
+  device().releases().settle();
   CHECK(fake_cuda().pending() == 0 && budget->used_bytes() == 0);
 }
 
@@ -439,6 +478,8 @@ void readers_race_with_close() {
 int main() {
   a_slot_is_filled_again_only_after_its_copy();
   threads_have_lanes_of_their_own();
+  copies_of_a_driver_without_batches_are_the_same();
+  a_copy_that_failed_is_told_before_the_slab_is_sealed();
   memory_waits_for_work_it_does_not_know();
   nothing_is_released_while_a_stream_is_captured();
   foreign_memory_is_refused();

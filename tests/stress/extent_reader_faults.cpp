@@ -60,11 +60,12 @@ class TestSlots final : public Slots {
     if (!is_in_place_) return {};
     return std::span(memory).subspan(offset, nbytes);
   }
-  void place(std::span<const std::byte> bytes, std::uint64_t offset) override {
+  void place(unsigned slot, std::span<const std::byte> bytes, std::uint64_t offset) override {
+    const auto* const first = buffer_.bytes().data() + slot * kSlotBytes;
+    CHECK(slot < kSlots && bytes.data() >= first && bytes.data() + bytes.size() <= first + kSlotBytes);
     CHECK(offset + bytes.size() <= memory.size());
     std::memcpy(memory.data() + offset, bytes.data(), bytes.size());
   }
-  void finish(unsigned slot) override { CHECK(slot < kSlots); }
 
   std::vector<std::byte> memory;
   int reused = 0;

@@ -58,6 +58,7 @@ struct State {
   std::array<std::uint64_t, kDevices> free_bytes{std::uint64_t{1} << 30, std::uint64_t{1} << 30};
   bool has_peer_access = true;
   bool is_capturing = false;
+  bool has_batches = true;
   std::uint64_t next_id = 1;
   std::uint64_t sequence = 0;
   std::map<cuda::AllocationHandle, std::shared_ptr<Physical>> handles;
@@ -335,6 +336,18 @@ Result copy_to_device(cuda::DevicePointer to, const void* from, std::size_t nbyt
   s.pending.push_back({++s.sequence, stream, to, nbytes, from});
   return 0;
 }
+Result copy_batch(cuda::DevicePointer* to, cuda::DevicePointer* from, std::size_t* nbytes, std::size_t count,
+                  cuda::CopyAttributes* attributes, std::size_t* first, std::size_t attribute_count,
+                  cuda::Stream stream) {
+  MAY_FAIL("cuMemcpyBatchAsync");
+  if (!s.has_batches) return kNotSupported;
+  CHECK(count > 0 && attribute_count == 1 && *first == 0 && s.streams.contains(stream));
+  CHECK(attributes->source_access_order == cuda::kSourceAccessInStreamOrder);
+  for (std::size_t i = 0; i < count; ++i) {
+    s.pending.push_back({++s.sequence, stream, to[i], nbytes[i], as_pointer(from[i])});
+  }
+  return 0;
+}
 // The device of the stream needs access to both ends.
 Result copy_on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::size_t nbytes, cuda::Stream stream) {
   MAY_FAIL("cuMemcpyDtoDAsync");
@@ -398,6 +411,20 @@ Result event_synchronize(cuda::Event event) {
   });
   return 0;
 }
+// Each look carries out one piece of what is waited for.
+Result event_query(cuda::Event event) {
+  MAY_FAIL("cuEventQuery");
+  CHECK(s.events.contains(event));
+  const EventState recorded = s.events[event];
+  CHECK(!recorded.is_of_context);
+  const auto next = std::ranges::find_if(s.pending, [&](const Work& work) {
+    return work.sequence <= recorded.sequence && work.stream == recorded.stream;
+  });
+  if (next == s.pending.end()) return 0;
+  const std::uint64_t sequence = next->sequence;
+  carry_out(s, [&](const Work& work) { return work.sequence == sequence; });
+  return cuda::kNotReady;
+}
 Result unsupported() { return kNotSupported; }
 
 template <typename Function>
@@ -437,6 +464,7 @@ void* find(const std::string& name) {
       {"cuMemHostAlloc", erased(&host_alloc)},
       {"cuMemFreeHost", erased(&host_free)},
       {"cuMemcpyHtoDAsync", erased(&copy_to_device)},
+      {"cuMemcpyBatchAsync", erased(&copy_batch)},
       {"cuMemcpyDtoDAsync", erased(&copy_on_device)},
       {"cuMemcpyPeerAsync", erased(&copy_between)},
       {"cuStreamCreateWithPriority", erased(&stream_create)},
@@ -445,6 +473,7 @@ void* find(const std::string& name) {
       {"cuEventCreate", erased(&event_create)},
       {"cuEventDestroy", erased(&event_destroy)},
       {"cuEventRecord", erased(&event_record)},
+      {"cuEventQuery", erased(&event_query)},
       {"cuEventSynchronize", erased(&event_synchronize)},
   };
   const auto found = entries.find(name);
@@ -509,6 +538,11 @@ extern "C" __attribute__((visibility("default"))) const FakeCuda& fake_cuda() {
           [](bool is_possible) {
             LOCKED;
             s.has_peer_access = is_possible;
+          },
+      .set_batches =
+          [](bool is_possible) {
+            LOCKED;
+            s.has_batches = is_possible;
           },
       .set_capturing =
           [](bool is_capturing) {

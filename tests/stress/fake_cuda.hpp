@@ -1,7 +1,7 @@
 // A CUDA driver with two devices and no GPU, stricter than a real one: device memory is memfds at real addresses.
 //
 // Built as a library with the driver's name, so that the code under test opens it as it would the real
-// one.  Copies and other device work happen only when something waits for them: memory that is reused or
+// one.  Copies and other device work happen only when something waits for them or looks whether they are done: memory that is reused or
 // unmapped too early shows.  Undoing what was not done, and unmapping under pending work, end the program.
 #pragma once
 
@@ -31,6 +31,8 @@ struct FakeCuda {
   void (*set_free_bytes)(std::uint64_t nbytes);
   // Whether the devices can use each other's memory; they can at first.
   void (*set_peer_access)(bool is_possible);
+  // Whether several copies can be submitted in one call; they can at first.
+  void (*set_batches)(bool is_possible);
   // Whether a stream is being captured: whatever waits for a whole device ends the program then.
   void (*set_capturing)(bool is_capturing);
 };
