@@ -51,7 +51,7 @@ def test_each_byte_is_read_once_and_both_devices_serve_it(run: Callable[..., Non
         tag = await host.until_serving("v1")
         assert host.serving() == {"a": tag, "b": tag}
         assert host.backend.read_bytes == CONTENT_BYTES
-        assert host.backend.calls["replicate"] == VERSION_SLABS
+        assert host.backend.calls["copy"] == VERSION_SLABS
         assert (report.bytes_read, report.bytes_replicated) == (CONTENT_BYTES, VERSION_BYTES)
         assert host.used() == {A: VERSION_BYTES, B: VERSION_BYTES}
         status = await host.status()

@@ -29,6 +29,7 @@ from shared.memory.backend import MemoryBackend, Slab
 from shared.memory.cuda import CudaBackend
 from shared.memory.host import HostBackend
 from tests.support.gpu import visible_gpus
+from tests.support.replica import replica_of
 
 from .fake_backend import FakeBackend, FakeMemory
 from .resources import open_fds
@@ -331,14 +332,14 @@ def test_a_slab_of_another_device_is_refused(pair: Pair) -> None:
             os.fstat(fd)
 
 
-# --- replicas ------------------------------------------------------------------------------------
+# --- copying --------------------------------------------------------------------------------------
 
 
 def test_a_replica_has_the_same_bytes_and_a_life_of_its_own(pair: Pair) -> None:
     free = pair.writer.free_bytes(pair.device)
     for device in pair.writer.devices():  # a slab's own device is as good as another
         slab = pair.sealed()
-        replica = pair.writer.replicate(slab, device)
+        replica = replica_of(slab, pair.writer, device)
         assert replica.entry == SlabEntry(replica.entry.slab_id, device, SLAB_BYTES)
         assert replica.entry.slab_id != slab.entry.slab_id
         slab.close()
@@ -355,32 +356,28 @@ def test_a_replica_of_an_import_has_the_same_bytes(pair: Pair) -> None:
     with (
         pair.sealed() as slab,
         pair.reader.import_slab(slab.entry, os.dup(slab.borrow_fd())) as copy,
-        pair.reader.replicate(copy, pair.device) as replica,
+        replica_of(copy, pair.reader, pair.device) as replica,
     ):
         assert replica.crc32(0, SLAB_BYTES) == zlib.crc32(DATA)
 
 
-def test_a_replica_that_does_not_fit_leaves_nothing(pair: Pair) -> None:
-    with pair.sealed() as slab:
-        free = pair.writer.free_bytes(pair.device)
-        fds = open_fds()
-        with pair.writer.create_slab(pair.device, free):
-            with pytest.raises(OutOfMemory) as caught:
-                pair.writer.replicate(slab, pair.device)
-            assert caught.value.facts["needed_bytes"] == SLAB_BYTES
-        assert pair.writer.free_bytes(pair.device) == free
-        assert open_fds() == fds
-
-
-def test_closed_slabs_and_foreign_devices_are_not_replicated(pair: Pair) -> None:
+def test_a_closed_slab_is_not_copied(pair: Pair) -> None:
     free = pair.writer.free_bytes(pair.device)
     slab = pair.sealed()
-    with pytest.raises(InvariantError):
-        pair.writer.replicate(slab, DeviceId("GPU-0"))
     slab.close()
     with pytest.raises(InvariantError):
-        pair.writer.replicate(slab, pair.device)
+        replica_of(slab, pair.writer, pair.device)
     assert pair.writer.free_bytes(pair.device) == free
+
+
+def test_a_slab_is_filled_from_one_of_the_same_size_alone(pair: Pair) -> None:
+    with pair.sealed() as slab:
+        for device in pair.writer.devices():
+            with (
+                pair.writer.create_slab(device, SLAB_BYTES // 2) as smaller,
+                pytest.raises(InvariantError),
+            ):
+                smaller.copy_from(slab)
 
 
 # --- tensors -------------------------------------------------------------------------------------
@@ -464,19 +461,3 @@ def test_a_tensor_outlives_its_slab(pair: Pair) -> None:
     slab.close()
     del slab, tensor
     assert bytes(part.tolist()) == DATA[612:712]
-
-
-def test_a_slab_is_filled_from_one_of_the_same_size_alone(pair: Pair) -> None:
-    free = pair.writer.free_bytes(pair.device)
-    with pair.sealed() as slab:
-        for device in pair.writer.devices():
-            with pair.writer.create_slab(device, SLAB_BYTES) as target:
-                target.copy_from(slab)
-                with target.seal() as copy:
-                    assert copy.crc32(0, SLAB_BYTES) == zlib.crc32(DATA)
-            with (
-                pair.writer.create_slab(device, SLAB_BYTES // 2) as smaller,
-                pytest.raises(InvariantError),
-            ):
-                smaller.copy_from(slab)
-    assert pair.writer.free_bytes(pair.device) == free
