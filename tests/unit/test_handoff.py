@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -167,12 +166,6 @@ def run(tmp_path: Path, scenario: Callable[[Pair], Awaitable[None]]) -> None:
     before = open_fds()
     asyncio.run(main())
     assert open_fds() == before
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="co-") as folder:
-        yield Path(folder)
 
 
 async def _prepared(pair: Pair, version: str, fill: bytes = b"x") -> ResidentVersion:

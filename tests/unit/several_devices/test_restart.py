@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,18 +16,10 @@ from tests.unit.device_host import (
     B,
     DeviceHost,
     attach_both,
-    run_on_devices,
     write_version,
 )
 
 pytestmark = pytest.mark.usefixtures("plain_logs")
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Runs a scenario on a host with two devices, v1 and an entirely different v2."""
-    with tempfile.TemporaryDirectory(prefix="co-") as folder:
-        yield run_on_devices(Path(folder), monkeypatch)
 
 
 def _has_all_copies(host: DeviceHost) -> bool:
