@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import structlog
 import zmq
+
+from shared.closing import Closing
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +29,7 @@ QUEUED_FRAMES = 16
 """Frames that are taken from a subscriber ahead of their turn."""
 
 
-class EventSocket:
+class EventSocket(Closing):
     """Owns the socket and its file.  Used from the event loop's thread only."""
 
     def __init__(self, borrow_context: zmq.Context[zmq.Socket[bytes]], path: Path, mode: int) -> None:
@@ -80,11 +80,3 @@ class EventSocket:
             created.close(0)
             raise
         return created
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import structlog
 from pydantic import ValidationError
 
+from shared.closing import Closing
 from shared.control import HistoryEntry
 from shared.errors import ConfigError, Fact, InvalidName, ResourceError
 from shared.ids import Digest, Epoch, VersionRef, VersionTag, check_name
@@ -56,7 +55,7 @@ class Recollection:
     committed: dict[str, Committed] = field(default_factory=dict)
 
 
-class Journal:
+class Journal(Closing):
     """Append-only history of one loaderd.  Used from the event loop's thread only."""
 
     def __init__(self, path: Path) -> None:
@@ -157,14 +156,6 @@ class Journal:
             log.error("journal.not_synced", path=str(self._path), error=error.strerror)
         finally:
             os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _line(entry: HistoryEntry) -> bytes:

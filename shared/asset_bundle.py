@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import msgpack
-
 from shared.errors import InvariantError, ProtocolError
+from shared.packed_format import PackedFormat
 
-FORMAT = "changeover-assets"
-FORMAT_VERSION = 1
 ASSETS_LIMIT_BYTES = 256 << 20
 """Cap of an encoded bundle; tokenizers of today take a few tens of MiB."""
 
 MAX_ASSETS = 64
+
+_FORMAT = PackedFormat("asset bundle", "changeover-assets", 1, ("files",))
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 
@@ -29,38 +28,14 @@ def encode_assets(assets: Mapping[str, bytes]) -> bytes:
     for name in assets:
         if not is_asset_name(name):
             raise InvariantError(f"{name!r} is not an asset name")
-    packed: bytes = msgpack.packb(
-        [FORMAT, FORMAT_VERSION, [(name, assets[name]) for name in sorted(assets)]], use_bin_type=True
-    )
-    return packed
+    return _FORMAT.pack([(name, assets[name]) for name in sorted(assets)])
 
 
 def decode_assets(data: bytes) -> dict[str, bytes]:
     """Parse a bundle; every key is safe as a file name.  Raises ProtocolError."""
-    if len(data) > ASSETS_LIMIT_BYTES:
-        raise ProtocolError(f"asset bundle of {len(data)} bytes exceeds {ASSETS_LIMIT_BYTES}")
-    try:
-        value = msgpack.unpackb(
-            data,
-            raw=False,
-            use_list=False,
-            max_str_len=256,
-            max_bin_len=len(data),
-            max_array_len=MAX_ASSETS,
-            max_map_len=0,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"asset bundle is not msgpack: {error}") from error
-    match value:
-        case (str(name), int(version), tuple(rows)):
-            pass
-        case _:
-            raise ProtocolError("asset bundle is not (format, version, files)")
-    if name != FORMAT or version != FORMAT_VERSION:
-        raise ProtocolError(
-            f"asset bundle is {name!r} version {version}, expected {FORMAT!r} {FORMAT_VERSION}"
-        )
+    (rows,) = _FORMAT.unpack(
+        data, ASSETS_LIMIT_BYTES, max_str_len=256, max_bin_len=len(data), max_array_len=MAX_ASSETS
+    )
     assets: dict[str, bytes] = {}
     for row in rows:
         match row:

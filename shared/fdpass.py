@@ -13,9 +13,9 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
+from shared.closing import Closing
 from shared.codec import HANDOFF_FRAME_BYTES
 from shared.errors import DriverError, InvariantError, PeerGone, ProtocolError
 from shared.handoff import FDS_PER_FRAME
@@ -39,7 +39,7 @@ class PeerCredentials:
         return cls(*_UCRED.unpack(raw))
 
 
-class ReceivedFds:
+class ReceivedFds(Closing):
     """The fds of one frame; those not taken are closed with it."""
 
     def __init__(self, take_fds: Sequence[int] = ()) -> None:
@@ -62,14 +62,6 @@ class ReceivedFds:
             if fd is not None:
                 self._fds[index] = None
                 os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class SeqpacketChannel:

@@ -6,39 +6,32 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-import msgpack
-
 from shared.digest import SHA256_BYTES, digest_bytes, digest_of
 from shared.errors import ProtocolError
 from shared.ids import DeviceId, SlabId
 from shared.layout import ALIGNMENT_BYTES, Layout, SlabEntry, TensorEntry
+from shared.packed_format import PackedFormat
 from shared.tensor_size import MAX_NAME_CHARS, MAX_RANK, MAX_TENSOR_BYTES, MAX_TENSORS, tensor_nbytes
 
-FORMAT = "changeover-layout"
-FORMAT_VERSION = 1
 LAYOUT_LIMIT_BYTES = 256 << 20
 """Cap of an encoded table; half a million tensors with long names stay below it."""
 
 MAX_SLABS = 65_536
+
+_FORMAT = PackedFormat("layout table", "changeover-layout", 1, ("slabs", "tensors"))
 
 _SLAB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 
 
 def encode_layout(layout: Layout) -> bytes:
     """Serialise a layout; `decode_layout` gives back an equal one."""
-    packed: bytes = msgpack.packb(
+    return _FORMAT.pack(
+        [(slab.slab_id, slab.device, slab.nbytes) for slab in layout.slabs],
         [
-            FORMAT,
-            FORMAT_VERSION,
-            [(slab.slab_id, slab.device, slab.nbytes) for slab in layout.slabs],
-            [
-                (t.name, t.dtype, t.shape, t.nbytes, t.slab, t.offset_bytes, t.crc32, digest_bytes(t.digest))
-                for t in layout.tensors
-            ],
+            (t.name, t.dtype, t.shape, t.nbytes, t.slab, t.offset_bytes, t.crc32, digest_bytes(t.digest))
+            for t in layout.tensors
         ],
-        use_bin_type=True,
     )
-    return packed
 
 
 def decode_layout(data: bytes) -> Layout:
@@ -47,30 +40,13 @@ def decode_layout(data: bytes) -> Layout:
     Checked: bounds, alignment, sizes against dtype and shape, names sorted and unique, and that two
     tensors share bytes only if they are aliases (same place, same size, same digest).
     """
-    if len(data) > LAYOUT_LIMIT_BYTES:
-        raise ProtocolError(f"layout table of {len(data)} bytes exceeds {LAYOUT_LIMIT_BYTES}")
-    try:
-        value = msgpack.unpackb(
-            data,
-            raw=False,
-            use_list=False,
-            max_str_len=MAX_NAME_CHARS * 4,
-            max_bin_len=SHA256_BYTES,
-            max_array_len=min(len(data), MAX_TENSORS),
-            max_map_len=0,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"layout table is not msgpack: {error}") from error
-    match value:
-        case (str(name), int(version), tuple(slabs), tuple(tensors)):
-            pass
-        case _:
-            raise ProtocolError("layout table is not (format, version, slabs, tensors)")
-    if name != FORMAT or version != FORMAT_VERSION:
-        raise ProtocolError(
-            f"layout table is {name!r} version {version}, expected {FORMAT!r} {FORMAT_VERSION}"
-        )
+    slabs, tensors = _FORMAT.unpack(
+        data,
+        LAYOUT_LIMIT_BYTES,
+        max_str_len=MAX_NAME_CHARS * 4,
+        max_bin_len=SHA256_BYTES,
+        max_array_len=min(len(data), MAX_TENSORS),
+    )
     if len(slabs) > MAX_SLABS:
         raise ProtocolError(f"layout table lists {len(slabs)} slabs, at most {MAX_SLABS} are allowed")
     layout = Layout(_decode_slabs(slabs), _decode_tensors(tensors, slabs))

@@ -11,9 +11,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable, MutableMapping
-from types import TracebackType
 from typing import Self
 
+from shared.closing import Closing
 from shared.errors import ConfigError, DriverError
 from shared.logs import escape_controls, get_logger
 
@@ -32,7 +32,7 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-class Notifier:
+class Notifier(Closing):
     """The line to systemd; without NOTIFY_SOCKET every call does nothing.
 
     `ready`, `reloading` and `main_pid` raise DriverError if systemd cannot be told: going on would end
@@ -133,17 +133,6 @@ class Notifier:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @staticmethod
     def _status_lines(text: str) -> tuple[str, ...]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Self
 
 from shared.asset_bundle import ASSETS_LIMIT_BYTES, decode_assets, encode_assets
+from shared.closing import Closing
 from shared.errors import ProtocolError
 from shared.fdpass import ReceivedFds
 from shared.handoff import FDS_PER_FRAME, SlabBatch, SlabHandle
@@ -50,7 +49,7 @@ def slab_batches(request_id: int, slabs: Sequence[Slab]) -> Iterator[tuple[SlabB
         )
 
 
-class IncomingVersion:
+class IncomingVersion(Closing):
     """A transfer as it arrives; owns its fds until `map` consumes them.
 
     Nothing received is trusted: the tables are validated, every slab is checked by the backend
@@ -135,11 +134,3 @@ class IncomingVersion:
                 os.close(fd)
         while self._received:
             os.close(self._received.pop()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

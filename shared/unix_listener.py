@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from shared.closing import Closing
 from shared.errors import DriverError, ResourceError
 from shared.fdpass import PeerCredentials
 from shared.run_dir import PATH_BYTES
@@ -24,7 +23,7 @@ CLAIM_TIMEOUT_S = 2.0
 _STREAM = socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
 
 
-class UnixListener:
+class UnixListener(Closing):
     """Owns a bound, listening, non-blocking socket and its file.
 
     A socket file that nobody listens on is replaced.  One that a process listens on, or a file that
@@ -61,17 +60,6 @@ class UnixListener:
                     self.path.unlink()
             except FileNotFoundError:
                 pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _identity(path: Path) -> tuple[int, int]:

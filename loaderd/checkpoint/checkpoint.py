@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Self
+from types import MappingProxyType
 
 from loaderd.checkpoint.folder import Folder
 from loaderd.checkpoint.header import PREFIX_BYTES, TensorSource, header_length, parse_header
@@ -27,6 +26,7 @@ from loaderd.checkpoint.names import (
 )
 from loaderd.checkpoint.source_file import FileIdentity, SourceFile
 from loaderd.checkpoint.strict_json import parse_object
+from shared.closing import Closing
 from shared.errors import CheckpointError, UnknownVersion
 
 ASSET_LIMIT_BYTES = 64 << 20
@@ -43,7 +43,7 @@ class ParsedHeader:
     sha256: bytes
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """A checkpoint whose headers were checked.  Owns the fds of its folder and weight files.
 
     `tensors` are sorted by name.  `assets` are the very bytes to digest and to ship.  `ignored` says
@@ -167,14 +167,6 @@ class Checkpoint:
     def close(self) -> None:
         """Close all fds; closing again does nothing."""
         self._undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _unused_files(self) -> list[str]:
         used = {*self._sources, INDEX_FILE, SEAL_FILE}

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Self
 
 from loaderd.checkpoint.names import shown as displayed
+from shared.closing import Closing
 from shared.errors import CheckpointError, DriverError, InvariantError
 
 TREE_LIMIT = 65_536
@@ -30,7 +30,7 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CALLERS_FAULT = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
 
 
-class Folder:
+class Folder(Closing):
     """An open folder.  Owns the directory fds from the root down to it."""
 
     def __init__(self, root: Path, name: str, chain: list[int]) -> None:
@@ -156,14 +156,6 @@ class Folder:
         """Close the directory fds; closing again does nothing."""
         while self._chain:
             os.close(self._chain.pop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _walk(self, chain: list[int], path: str, *, shown: str) -> str | None:
         """Extend `chain` along `path`; return the last component if it is not a directory."""

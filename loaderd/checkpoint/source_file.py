@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from loaderd.checkpoint.folder import Folder
+from shared.closing import Closing
 from shared.errors import CheckpointError, DriverError, InvariantError
 
 
@@ -46,7 +46,7 @@ class FileIdentity:
             raise CheckpointError(f"was replaced while it was read: {self.difference(now)}", file=name)
 
 
-class SourceFile:
+class SourceFile(Closing):
     """A regular file open for reading.  Owns its fd."""
 
     def __init__(self, name: str, take_fd: int) -> None:
@@ -109,11 +109,3 @@ class SourceFile:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

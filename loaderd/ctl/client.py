@@ -9,12 +9,12 @@ import secrets
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import zmq
 
 from loaderd.ctl.event_stream import EventStream
+from shared.closing import Closing
 from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, decode, encode
 from shared.control import REPLY, Reply, Request, Result, Verb
 from shared.errors import DaemonUnreachable, NotPermitted, ProtocolError
@@ -36,7 +36,7 @@ _HELP = "try: systemctl status loaderd"
 R = TypeVar("R", bound=Result)
 
 
-class ControlClient:
+class ControlClient(Closing):
     """A connection to loaderd's control socket; blocking, one request outstanding.  Owns its ZeroMQ
     context, which the event streams it opens share: close those first."""
 
@@ -44,14 +44,6 @@ class ControlClient:
         self._run_dir = run_dir
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Drop the connection and what was not sent."""

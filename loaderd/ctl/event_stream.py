@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import zmq
 
+from shared.closing import Closing
 from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, decode
 from shared.control import EVENT, Event
 from shared.errors import ProtocolError
@@ -16,7 +15,7 @@ from shared.errors import ProtocolError
 _BURST = 1000
 
 
-class EventStream:
+class EventStream(Closing):
     """A subscription to everything that loaderd publishes.  Events may be lost; nothing that matters
     may depend on one."""
 
@@ -28,14 +27,6 @@ class EventStream:
         self._socket.connect(f"ipc://{path}")
         self.unreadable = 0
         """Frames that were dropped because they are not events of this protocol."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the subscription."""

@@ -3,53 +3,38 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self, get_args
+from typing import get_args
 
 from rich.progress import BarColumn, Progress, TaskID
 
 from loaderd.ctl.follow import Conclusion
-from loaderd.ctl.operation_view import show_conclusion
+from loaderd.ctl.operation_view import TextView, show_conclusion
 from loaderd.ctl.progress_columns import Amount, Title
-from loaderd.ctl.summary import hashed_bytes, plan_lines, reattach, version_name
+from loaderd.ctl.summary import hashed_bytes, version_name
 from loaderd.ctl.terminal import Terminal
 from loaderd.ctl.text import rate, size
-from shared.control import OperationReport, PushReply, Stage
+from shared.control import OperationReport, Stage
 
 _STAGES = get_args(Stage)
 
 
-class LiveView:
+class LiveView(TextView):
     """Bars that are redrawn in place at each report; everything else is printed above them."""
 
     def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
+        super().__init__(terminal)
         # Redrawn by `report` alone: no thread that could write to the terminal after the end.
         self._progress = Progress(
             Title(), BarColumn(bar_width=32), Amount(), console=terminal.out, auto_refresh=False
         )
         self._is_shown = False
-        self._verify_bytes = 0
         self._hash_bytes = 0  # of a signed version, before it loads
-        self._warnings: tuple[str, ...] = ()
         self._bars: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hide()
-
-    def plan(self, reply: PushReply) -> None:
-        """The plan's lines."""
-        self._verify_bytes, self._warnings = reply.plan.bytes_total, reply.plan.warnings
-        for line in plan_lines(reply.plan):
-            self._terminal.line(line.text, line.style)
-
-    def started(self, operation: str) -> None:
-        """How to wait for it."""
-        self._terminal.line(reattach(operation))
 
     def report(self, report: OperationReport) -> None:
         """Bring every bar up to date and redraw."""

@@ -107,18 +107,13 @@ class JsonView:
         )
 
 
-class LineView:
-    """Plain lines: one per stage, and one about every PROGRESS_EVERY_S while bytes move."""
+class TextView:
+    """What people read before anything moves, and what of the plan is needed later."""
 
-    def __init__(self, terminal: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self._clock = clock
-        self._start = clock()
         self._verify_bytes = 0
         self._warnings: tuple[str, ...] = ()
-        self._stage: Stage | None = None
-        self._said = ""
-        self._said_at = self._start
 
     def __enter__(self) -> Self:
         return self
@@ -137,6 +132,18 @@ class LineView:
     def started(self, operation: str) -> None:
         """How to wait for it."""
         self._terminal.line(reattach(operation))
+
+
+class LineView(TextView):
+    """Plain lines: one per stage, and one about every PROGRESS_EVERY_S while bytes move."""
+
+    def __init__(self, terminal: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(terminal)
+        self._clock = clock
+        self._start = clock()
+        self._stage: Stage | None = None
+        self._said = ""
+        self._said_at = self._start
 
     def report(self, report: OperationReport) -> None:
         """A line if the stage is new, or if there is news and the last line is old enough."""

@@ -165,12 +165,6 @@ class MemoryBackend(Protocol):
         """Allocate a slab with a new id.  Raises OutOfMemory with what was needed and free."""
         ...
 
-    def replicate(self, slab: Slab, device: DeviceId) -> Slab:
-        """A sealed copy with a new id and the same size on `device`, which may be the slab's own.
-
-        As `create_slab`, `copy_from` and `seal`; where it raises, nothing stays allocated."""
-        ...
-
     def import_slab(self, entry: SlabEntry, take_fd: int) -> Slab:
         """Map a received slab for reading.  Consumes the fd, on every path.  Raises ProtocolError if
         the fd is not a slab of this backend, is not sealed against writing and resizing, or has

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import final
 from uuid import uuid4
 
 from shared import _native
@@ -31,9 +31,6 @@ from shared.memory.nvrtc import nvrtc_libraries
 from shared.memory.pool import PIECE_BYTES, Pool
 from shared.memory.ranges import check_same_size
 from shared.memory.usage import DeviceUsage
-
-if TYPE_CHECKING:
-    pass
 
 
 @contextmanager
@@ -286,11 +283,6 @@ class CudaBackend:
         if device in self._pools:
             with self._creating:
                 self._keep_pool(device)
-
-    def replicate(self, slab: Slab, device: DeviceId) -> CudaSlab:
-        with self.create_slab(device, slab.entry.nbytes) as replica:
-            replica.copy_from(slab)
-            return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> CudaSlab:
         """As `backend.MemoryBackend`.  A slab of legacy IPC can be imported in other processes only."""

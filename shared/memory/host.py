@@ -89,6 +89,7 @@ class WritableHostSlab(FillableSlab[_native.WritableHostSlab]):
             return super().read_pieces(fd, file_offset, pieces)
 
     def copy_from(self, slab: Slab) -> None:
+        """As `backend.WritableSlab`; there is one device, so this makes a second copy in host memory."""
         check_same_size(self._entry, slab.entry)
         self.read_file(slab.borrow_fd(), 0, 0, slab.entry.nbytes)
 
@@ -184,12 +185,6 @@ class HostBackend:
             native = _native.create_host_slab(self._budget, entry.slab_id, nbytes)
             self._promises.add(entry.slab_id, native)
         return WritableHostSlab(entry, native, self._promises)
-
-    def replicate(self, slab: Slab, device: DeviceId) -> HostSlab:
-        """As `backend.MemoryBackend`; there is one device, so this is a second copy in host memory."""
-        with self.create_slab(device, slab.entry.nbytes) as replica:
-            replica.copy_from(slab)
-            return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> HostSlab:
         if entry.device != HOST_DEVICE or not 0 < entry.nbytes <= _LARGEST_SLAB_BYTES:

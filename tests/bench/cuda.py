@@ -27,6 +27,7 @@ import torch
 from shared import _native
 from shared.memory.cuda import CudaBackend, CudaSlab, WritableCudaSlab
 from shared.memory.remapped_region import RemappedRegion
+from tests.support.replica import replica_of
 
 GIB = 1 << 30
 EXTENT_BYTES = 16 << 20
@@ -217,13 +218,13 @@ def replicas(backend: CudaBackend, nbytes: int, repeats: int) -> Iterator[Figure
         yield measure(
             f"replicate {what}, allocate and free",
             repeats,
-            lambda: backend.replicate(slab, others[0]).close(),
+            lambda: replica_of(slab, backend, others[0]).close(),
             nbytes,
         )
         with ThreadPoolExecutor(len(others)) as pool:
 
             def to_all() -> None:
-                for replica in list(pool.map(lambda device: backend.replicate(slab, device), others)):
+                for replica in list(pool.map(lambda device: replica_of(slab, backend, device), others)):
                     replica.close()
 
             yield measure(

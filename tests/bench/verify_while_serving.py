@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import torch
@@ -29,6 +27,7 @@ from transformers import LlamaConfig
 from shared.control import Verify, VerifyReport
 from tests.bench.swap import kv_bytes_per_token, llama_config, make_checkpoints, spread
 from tests.support.serving_host import MODEL, ServingHost, serving_host
+from tests.support.traffic import ClientThreads
 
 Result = dict[str, Any]
 
@@ -39,31 +38,13 @@ MORE_TOKENS = 37
 """By which each client's answers are longer than those of the one before."""
 
 
-@dataclass(slots=True)
-class TokenTimes:
+class TokenTimes(ClientThreads):
     """Clients that stream for ever; `gaps` has when a token came and how long after the one before."""
 
-    socket: Path
-    clients: int
-    tokens: int
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    _is_ending: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
-
-    def __enter__(self) -> Self:
-        for number in range(self.clients):
-            thread = threading.Thread(target=self._run, args=(number,))
-            self._threads.append(thread)
-            thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_ending.set()
-        for thread in self._threads:
-            thread.join()
+    def __init__(self, socket: Path, clients: int, tokens: int) -> None:
+        super().__init__(socket, clients)
+        self.tokens = tokens
+        self.gaps: list[tuple[float, float]] = []
 
     def between(self, began: float, ended: float) -> list[float]:
         """Milliseconds between tokens that came in a span of time."""

@@ -77,7 +77,7 @@ for part in "${parts[@]}"; do
   for each in "$@"; do
     case $each in
       tests)
-        step tests 420 "$python" -m pytest -q --durations=15 tests/gpu tests/unit/memory/test_backend_contract.py
+        step tests 420 "$python" -m pytest -q --durations=15 tests/gpu tests/unit/memory/contract
         ;;
       bench)
         step bench 260 "$python" -m tests.bench.cuda --json "$out/cuda.json"
@@ -91,7 +91,7 @@ for part in "${parts[@]}"; do
       memory) memory ;;
       swaps) swaps ;;
       several)
-        step several 120 "$python" -m pytest -q tests/gpu/test_several_gpus.py tests/unit/memory/test_backend_contract.py
+        step several 120 "$python" -m pytest -q tests/gpu/test_several_gpus.py tests/unit/memory/contract
         step daemons 300 "$python" -m pytest -q --durations=10 tests/gpu/test_daemons_on_several_gpus.py
         step replicas 120 "$python" -m tests.bench.cuda --only-replicas --json "$out/replicas.json"
         pushes

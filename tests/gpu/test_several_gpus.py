@@ -15,10 +15,12 @@ import torch
 from shared import _native
 from shared.errors import InvariantError, ProtocolError
 from shared.ids import DeviceId
-from shared.memory.cuda import CudaBackend, CudaSlab
+from shared.memory.backend import Slab
+from shared.memory.cuda import CudaBackend
 from tests.gpu.driver_calls import memset
 from tests.gpu.slabs import STEP_BYTES, encode, make_data, peer, sealed
 from tests.support.gpu import visible_gpus
+from tests.support.replica import replica_of
 
 LEAF_BYTES = 256 << 10
 
@@ -36,10 +38,10 @@ def leaves_of(data: bytes) -> bytes:
     )
 
 
-def replicas(backend: CudaBackend, slab: CudaSlab, gpus: Sequence[DeviceId]) -> list[CudaSlab]:
+def replicas(backend: CudaBackend, slab: Slab, gpus: Sequence[DeviceId]) -> list[Slab]:
     """One on each of the GPUs, made at once."""
     with ThreadPoolExecutor(len(gpus)) as pool:
-        return list(pool.map(lambda device: backend.replicate(slab, device), gpus))
+        return list(pool.map(lambda device: replica_of(slab, backend, device), gpus))
 
 
 @pytest.mark.parametrize("legacy_ipc", [False, True])
@@ -64,8 +66,8 @@ def test_a_replica_of_a_replica_has_the_same_bytes(backend: CudaBackend, gpus: t
     data = make_data(STEP_BYTES)
     with (
         sealed(backend, data) as slab,
-        backend.replicate(slab, gpus[1]) as there,
-        backend.replicate(there, gpus[0]) as back,
+        replica_of(slab, backend, gpus[1]) as there,
+        replica_of(there, backend, gpus[0]) as back,
     ):
         assert back.crc32(0, len(data)) == zlib.crc32(data)
 
@@ -74,7 +76,7 @@ def test_nobody_can_write_to_a_replica_or_its_source(
     backend: CudaBackend, gpus: tuple[DeviceId, ...]
 ) -> None:
     data = make_data(STEP_BYTES)
-    with sealed(backend, data) as slab, backend.replicate(slab, gpus[1]) as replica:
+    with sealed(backend, data) as slab, replica_of(slab, backend, gpus[1]) as replica:
         for each in (slab, replica):
             ordinal = _native.cuda_device_ordinal(each.entry.device)
             assert memset(ordinal, each.tensor(0, "U8", (1,)).data_ptr(), 16) != 0
@@ -87,7 +89,7 @@ def test_another_process_maps_the_replica_of_its_gpu(
     data = make_data(STEP_BYTES)
     with (
         sealed(backend, data) as slab,
-        backend.replicate(slab, gpus[1]) as replica,
+        replica_of(slab, backend, gpus[1]) as replica,
         peer("read") as reader,
     ):
         reader.send(encode(replica.entry), (replica.borrow_fd(),))
@@ -101,7 +103,7 @@ def test_another_process_maps_the_replica_of_its_gpu(
 def test_memory_of_one_gpu_is_not_imported_as_anothers(
     backend: CudaBackend, gpus: tuple[DeviceId, ...]
 ) -> None:
-    with sealed(backend, make_data(STEP_BYTES)) as slab, backend.replicate(slab, gpus[1]) as replica:
+    with sealed(backend, make_data(STEP_BYTES)) as slab, replica_of(slab, backend, gpus[1]) as replica:
         for each, device in ((slab, gpus[1]), (replica, gpus[0])):
             fd = os.dup(each.borrow_fd())
             with pytest.raises(ProtocolError):
@@ -129,5 +131,5 @@ def test_a_closed_slab_is_not_replicated(backend: CudaBackend, gpus: tuple[Devic
     slab.close()
     free = backend.free_bytes(gpus[1])
     with pytest.raises(InvariantError):
-        backend.replicate(slab, gpus[1])
+        replica_of(slab, backend, gpus[1])
     assert backend.free_bytes(gpus[1]) == free

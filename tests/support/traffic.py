@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -118,25 +119,24 @@ class Client:
         self.close()
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Threads that ask the same prompts again and again, each on its own connection."""
+class ClientThreads(ABC):
+    """Clients of one socket for as long as a block lasts, each on a thread of its own."""
 
-    socket: Path
-    model: str
-    prompts: Sequence[str]
-    max_tokens: int
-    clients: int = 4
-    answers: list[Answer] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    _threads: list[threading.Thread] = field(default_factory=list)
-    _is_ending: threading.Event = field(default_factory=threading.Event)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self, socket: Path, clients: int) -> None:
+        self.socket = socket
+        self.failures: list[str] = []
+        self._is_ending = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), name=f"client-{number}")
+            for number in range(clients)
+        ]
+
+    @abstractmethod
+    def _run(self, number: int) -> None:
+        """Ask again and again on one connection, until `_is_ending`; what fails goes to `failures`."""
 
     def __enter__(self) -> Self:
-        for number in range(self.clients):
-            thread = threading.Thread(target=self._run, args=(number,), name=f"client-{number}")
-            self._threads.append(thread)
+        for thread in self._threads:
             thread.start()
         return self
 
@@ -146,6 +146,20 @@ class Traffic:
         self._is_ending.set()
         for thread in self._threads:
             thread.join()
+
+
+class Traffic(ClientThreads):
+    """Clients that ask the same prompts again and again."""
+
+    def __init__(
+        self, socket: Path, model: str, prompts: Sequence[str], max_tokens: int, clients: int = 4
+    ) -> None:
+        super().__init__(socket, clients)
+        self.answers: list[Answer] = []
+        self._model = model
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+        self._changed = threading.Condition()
 
     def await_answers(self, version: str, count: int, within_s: float = 60.0) -> None:
         """Wait until `count` more answers came from `version` (the whole tag)."""
@@ -158,13 +172,13 @@ class Traffic:
         return sum(answer.version == version for answer in self.answers)
 
     def _run(self, number: int) -> None:
-        with Client(self.socket, self.model) as client:
+        with Client(self.socket, self._model) as client:
             turn = number
             while not self._is_ending.is_set():
-                prompt = self.prompts[turn % len(self.prompts)]
+                prompt = self._prompts[turn % len(self._prompts)]
                 turn += 1
                 try:
-                    answer = client.ask(prompt, self.max_tokens)
+                    answer = client.ask(prompt, self._max_tokens)
                 except (AnswerError, httpx.HTTPError) as error:
                     with self._changed:
                         self.failures.append(f"{type(error).__name__}: {error}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog.testing
@@ -13,3 +15,10 @@ def plain_logs() -> Iterator[None]:
     """structlog's default for terminals renders the locals of every frame, and so keeps them alive."""
     with structlog.testing.capture_logs():
         yield
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty folder whose sockets' paths fit their address: it has 108 bytes, and `tmp_path` is long."""
+    with tempfile.TemporaryDirectory(prefix="co-") as folder:
+        yield Path(folder)

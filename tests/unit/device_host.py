@@ -7,11 +7,10 @@ started again over the same memory while inferds go on, as another process would
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -332,19 +331,3 @@ async def attach_both(host: DeviceHost) -> None:
     """An inferd on each of two devices."""
     await host.attach("a", A)
     await host.attach("b", B)
-
-
-def run_on_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Something that runs a scenario on a host of `device_host`'s options, with v1 and an entirely different
-    v2 in its model root."""
-
-    def run(scenario: Callable[[DeviceHost], Awaitable[None]], **options: Any) -> None:
-        async def main() -> None:
-            async with device_host(folder, monkeypatch, **options) as host:
-                write_version(host.folder / "models", "v1")
-                write_version(host.folder / "models", "v2", ALL_OTHER)
-                await scenario(host)
-
-        asyncio.run(main())
-
-    return run

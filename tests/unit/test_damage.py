@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -33,22 +32,21 @@ Scenario = Callable[[DeviceHost], Awaitable[None]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def run(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs a scenario on a host with v1, an entirely different v2, and v3, which has all but t4 from v1."""
-    with tempfile.TemporaryDirectory(prefix="co-") as folder:
 
-        def run(scenario: Scenario, there: tuple[DeviceId, ...] = (A,)) -> None:
-            async def main() -> None:
-                async with device_host(Path(folder), monkeypatch, there=there) as host:
-                    root = host.folder / "models"
-                    write_version(root, "v1")
-                    write_version(root, "v2", ALL_OTHER)
-                    write_version(root, "v3", {4: 99})
-                    await scenario(host)
+    def run(scenario: Scenario, there: tuple[DeviceId, ...] = (A,)) -> None:
+        async def main() -> None:
+            async with device_host(short_path, monkeypatch, there=there) as host:
+                root = host.folder / "models"
+                write_version(root, "v1")
+                write_version(root, "v2", ALL_OTHER)
+                write_version(root, "v3", {4: 99})
+                await scenario(host)
 
-            asyncio.run(main())
+        asyncio.run(main())
 
-        yield run
+    return run
 
 
 def active(host: DeviceHost) -> Version:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,9 +16,8 @@ WITHIN_MS = 20_000
 
 
 @pytest.fixture
-def path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="co-") as folder:
-        yield Path(folder) / "events.sock"
+def path(short_path: Path) -> Path:
+    return short_path / "events.sock"
 
 
 @contextmanager

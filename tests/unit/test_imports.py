@@ -68,6 +68,7 @@ PURE = (
     "shared.memory.ranges",
     "shared.memory.usage",
     "shared.messages",
+    "shared.packed_format",
     "shared.progress",
     "shared.tensor_size",
     "shared.verdict",

@@ -90,6 +90,7 @@ REFUSED_BYTES = {
     "version": (msgpack.packb(["changeover-layout", 2, [], []]), "version 2, expected"),
     "format": (msgpack.packb(["other", 1, [], []]), "'other' version 1, expected"),
     "fields": (msgpack.packb(["changeover-layout", 1, []]), r"is not \(format"),
+    "rows": (msgpack.packb(["changeover-layout", 1, [], {}]), r"is not \(format"),
     "slab row": (msgpack.packb(["changeover-layout", 1, [7], []]), "slab 0 of the layout"),
     "tensor row": (msgpack.packb(["changeover-layout", 1, [], [7]]), "tensor 0 of the layout"),
     "map": (msgpack.packb({}), r"is not \(format"),

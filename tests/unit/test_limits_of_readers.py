@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -81,12 +79,6 @@ class _Holder:
         raise AssertionError(lease)
 
     reported = detached = attached
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="co-") as folder:
-        yield Path(folder)
 
 
 def test_strangers_cannot_use_up_the_fds_or_fill_the_journal(

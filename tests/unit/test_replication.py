@@ -139,7 +139,7 @@ def test_the_parts_of_a_large_tensor_are_put_together_on_each_device_alone(
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
-@pytest.mark.parametrize("operation", ["create", "read", "replicate", "seal", "crc32", "sha256"])
+@pytest.mark.parametrize("operation", ["create", "read", "copy", "seal", "crc32", "sha256"])
 def test_whatever_fails_nothing_stays_on_any_device(
     folder: Path, backend: FakeBackend, operation: str, nth: int
 ) -> None:
@@ -262,7 +262,7 @@ def test_what_the_device_has_is_neither_copied_nor_hashed_again(
     _close([*made.new_slabs, *whole.new_slabs])
 
 
-@pytest.mark.parametrize("operation", ["create", "replicate", "seal", "sha256"])
+@pytest.mark.parametrize("operation", ["create", "copy", "seal", "sha256"])
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_copy_that_fails_leaves_nothing(
     resident: ResidentVersion, backend: FakeBackend, operation: str, nth: int

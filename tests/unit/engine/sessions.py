@@ -15,6 +15,9 @@ from inferd.engine.transformers_engine import EngineSettings, TransformersEngine
 from .checkpoints import read_tensors, tag_of
 
 WAIT_S = 120
+GREEDY = SamplingParams(12, temperature=0)
+LONG = list(range(1, 90))
+"""A prompt of several blocks."""
 
 
 class Answer:

@@ -36,7 +36,7 @@ from shared.tensor_size import tensor_nbytes
 if TYPE_CHECKING:
     import torch
 
-Operation = Literal["create", "read", "replicate", "seal", "import", "crc32", "sha256", "tensor"]
+Operation = Literal["create", "read", "copy", "seal", "import", "crc32", "sha256", "tensor"]
 
 _FD_MAGIC = b"changeover fake slab "
 
@@ -242,7 +242,7 @@ class FakeWritableSlab:
 
     def copy_from(self, slab: Slab) -> None:
         self._check_open("copied into")
-        self._backend.count("replicate")
+        self._backend.count("copy")
         data = self._backend.sealed_bytes(slab)
         if len(data) != len(self._data):
             raise InvariantError(f"{len(data)} bytes are copied into {len(self._data)}")
@@ -343,11 +343,6 @@ class FakeBackend:
         self.free_bytes(device)
         self.count("create")
         return FakeWritableSlab(self, self.memory.take(device, nbytes))
-
-    def replicate(self, slab: Slab, device: DeviceId) -> FakeSlab:
-        with self.create_slab(device, slab.entry.nbytes) as replica:
-            replica.copy_from(slab)
-            return replica.seal()
 
     def import_slab(self, entry: SlabEntry, take_fd: int) -> FakeSlab:
         try:

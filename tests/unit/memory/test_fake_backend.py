@@ -10,6 +10,7 @@ import pytest
 
 from shared.errors import DriverError, InvariantError, OutOfMemory, ProtocolError
 from shared.ids import HOST_DEVICE, DeviceId, SlabId
+from tests.support.replica import replica_of
 
 from .fake_backend import FakeBackend, FakeMemory
 
@@ -71,7 +72,7 @@ def test_devices_have_memory_of_their_own() -> None:
         with pytest.raises(OutOfMemory, match=one):
             backend.create_slab(one, 1)
         backend.create_slab(other, 32).close()
-        with full.seal() as slab, backend.replicate(slab, other) as replica:
+        with full.seal() as slab, replica_of(slab, backend, other) as replica:
             assert replica.entry.device == other
             with pytest.raises(ProtocolError):
                 backend.import_slab(replace(replica.entry, device=one), os.dup(replica.borrow_fd()))
@@ -79,14 +80,14 @@ def test_devices_have_memory_of_their_own() -> None:
     assert backend.memory.used_bytes == 0
 
 
-def test_a_replica_that_fails_leaves_nothing() -> None:
+def test_a_copy_can_fail_and_needs_an_open_source() -> None:
     one, other = DeviceId("GPU-a"), DeviceId("GPU-b")
     backend = FakeBackend(FakeMemory(devices=(one, other)))
     with backend.create_slab(one, 16).seal() as slab:
-        backend.fail("replicate", DriverError("copy", 719, "planted"))
+        backend.fail("copy", DriverError("copy", 719, "planted"))
         with pytest.raises(DriverError):
-            backend.replicate(slab, other)
+            replica_of(slab, backend, other)
         assert backend.memory.used[other] == 0
-    with pytest.raises(InvariantError):
-        backend.replicate(slab, other)
+    with pytest.raises(InvariantError, match="closed"):
+        replica_of(slab, backend, other)
     backend.check_no_leaks()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,18 +16,10 @@ from tests.unit.device_host import (
     B,
     DeviceHost,
     attach_both,
-    run_on_devices,
     write_version,
 )
 
 pytestmark = pytest.mark.usefixtures("plain_logs")
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Runs a scenario on a host with two devices, v1 and an entirely different v2."""
-    with tempfile.TemporaryDirectory(prefix="co-") as folder:
-        yield run_on_devices(Path(folder), monkeypatch)
 
 
 def _has_all_copies(host: DeviceHost) -> bool:
@@ -48,7 +38,7 @@ def test_after_a_restart_each_device_gets_its_copy_back_from_its_own_inferd(run:
         await host.restart()
         await host.signal.until(lambda: _has_all_copies(host))
         assert host.serving() == {"a": tag, "b": tag}
-        assert (host.backend.read_bytes, host.backend.calls["replicate"]) == (0, 0)
+        assert (host.backend.read_bytes, host.backend.calls["copy"]) == (0, 0)
         assert host.used() == {A: 2 * VERSION_BYTES, B: 2 * VERSION_BYTES}
         report = await host.rollback()
         assert (report.state, report.inferds_committed) == ("done", 2)
@@ -71,7 +61,7 @@ def test_after_a_restart_a_device_without_inferd_gets_its_copy_from_the_other(
         assert host.used() == {A: 2 * VERSION_BYTES, B: 0}
         await host.start()
         await host.signal.until(lambda: _has_all_copies(host))
-        assert (host.backend.read_bytes, host.backend.calls["replicate"]) == (0, 2 * VERSION_SLABS)
+        assert (host.backend.read_bytes, host.backend.calls["copy"]) == (0, 2 * VERSION_SLABS)
         assert host.used() == {A: 2 * VERSION_BYTES, B: 2 * VERSION_BYTES}
         await host.attach("b", B)
         tag = await host.until_serving("v2")
@@ -93,7 +83,7 @@ def test_a_copy_that_comes_back_damaged_is_made_again_from_another_device(run: C
             host.attach_again("b")
             await host.signal.until(lambda: set(host.copies()) == {A, B})
             assert "inferd.not_adopted" in host.kinds()
-        assert (host.backend.read_bytes, host.backend.calls["replicate"]) == (0, VERSION_SLABS)
+        assert (host.backend.read_bytes, host.backend.calls["copy"]) == (0, VERSION_SLABS)
         # The inferd still maps the old slabs; they go with it.
         assert host.used() == {A: VERSION_BYTES, B: 2 * VERSION_BYTES}
         await host.end("b")
@@ -118,7 +108,7 @@ def test_shared_slabs_stay_shared_where_a_copy_is_made_again(run: Callable[..., 
         await host.start()
         await host.signal.until(lambda: _has_all_copies(host))
         assert host.used() == used == {A: VERSION_BYTES + SLAB_BYTES, B: VERSION_BYTES + SLAB_BYTES}
-        assert host.backend.calls["replicate"] == VERSION_SLABS + 1
+        assert host.backend.calls["copy"] == VERSION_SLABS + 1
 
     run(scenario)
 

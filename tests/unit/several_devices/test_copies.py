@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -28,19 +26,11 @@ from tests.unit.device_host import (
     B,
     DeviceHost,
     attach_both,
-    run_on_devices,
     write_version,
 )
 from tests.unit.memory.fake_backend import FakeWritableSlab
 
 pytestmark = pytest.mark.usefixtures("plain_logs")
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Runs a scenario on a host with two devices, v1 and an entirely different v2."""
-    with tempfile.TemporaryDirectory(prefix="co-") as folder:
-        yield run_on_devices(Path(folder), monkeypatch)
 
 
 def test_each_byte_is_read_once_and_both_devices_serve_it(run: Callable[..., None]) -> None:
@@ -51,7 +41,7 @@ def test_each_byte_is_read_once_and_both_devices_serve_it(run: Callable[..., Non
         tag = await host.until_serving("v1")
         assert host.serving() == {"a": tag, "b": tag}
         assert host.backend.read_bytes == CONTENT_BYTES
-        assert host.backend.calls["replicate"] == VERSION_SLABS
+        assert host.backend.calls["copy"] == VERSION_SLABS
         assert (report.bytes_read, report.bytes_replicated) == (CONTENT_BYTES, VERSION_BYTES)
         assert host.used() == {A: VERSION_BYTES, B: VERSION_BYTES}
         status = await host.status()
