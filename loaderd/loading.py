@@ -7,7 +7,6 @@ is replicated and verified while the next is read.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -26,10 +25,6 @@ from shared.gate import Gate, Pacer
 from shared.ids import DeviceId, VersionTag
 from shared.memory.backend import MemoryBackend, Slab
 from shared.resident import Part, ResidentVersion, content_digest
-
-READERS = min(16, os.cpu_count() or 1)
-"""Threads that read, without the GIL.  Reading into a GPU gains up to 16 of them (docs/benchmarks).  Others
-hash and copy, so that neither a slow file nor a long hash stops the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +101,7 @@ class _Load:
         self._request = request
         self._progress = progress
         self._pace = pace
+        self._readers = backend.readers
         self._hashers = backend.hashers_per_device * len(request.devices)
         self._started = self._loaded = time.perf_counter()
         self._first_sealed: float | None = None
@@ -119,10 +115,10 @@ class _Load:
         for index, replicas in enumerate(self._request.shared, len(self._request.placement.slabs)):
             self._queue_copies(FilledSlab(index, {}), next(iter(replicas.values())))
         hashers = self._hashers
-        with Crew(cancelled, READERS + hashers) as crew:
+        with Crew(cancelled, self._readers + hashers) as crew:
             hashing = crew.start(hashers, lambda: self._hash(crew))
             try:
-                reading = crew.start(READERS, lambda: self._filling.read(crew))
+                reading = crew.start(self._readers, lambda: self._filling.read(crew))
                 self._filling.allocate()
                 crew.wait(reading)
                 self._loaded = time.perf_counter()

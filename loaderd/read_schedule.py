@@ -95,6 +95,11 @@ class _SlabReads:
     def __post_init__(self) -> None:
         self.nbytes = sum(run.nbytes for run in self.runs)
 
+    @property
+    def under_way(self) -> int:
+        """Runs that are being read."""
+        return self.taken - self.finished
+
 
 class ReadSchedule:
     """Hands out every extent of a placement once, slab by slab and the largest slab first, so that the first
@@ -104,8 +109,8 @@ class ReadSchedule:
     def __init__(
         self, placement: Placement, combine: CombineCrc, *, run_bytes: int, slabs_at_once: int = 1
     ) -> None:
-        """Readers spread over `slabs_at_once` slabs.  Raises InvariantError where nothing is read into one of
-        the slabs."""
+        """Readers spread over `slabs_at_once` slabs until the last are begun.  Raises InvariantError where
+        nothing is read into one of the slabs."""
         extents: list[list[ReadExtent]] = [[] for _ in placement.slabs]
         for extent in placement.reads:
             extents[extent.slab].append(extent)
@@ -131,12 +136,22 @@ class ReadSchedule:
             self._begun.append(self._untouched.popleft())
         if not self._begun:
             return None
-        slab = min(self._begun, key=lambda each: each.taken - each.finished)
+        slab = min(self._begun, key=self._spread if self._untouched else self._nearly_full)
         number, run = slab.taken, slab.runs[slab.taken]
         slab.taken += 1
         if slab.taken == len(slab.runs):
             self._begun.remove(slab)
         return number, run
+
+    @staticmethod
+    def _spread(slab: _SlabReads) -> int:
+        return slab.under_way
+
+    @staticmethod
+    def _nearly_full(slab: _SlabReads) -> tuple[bool, int]:
+        """The last slabs one after the other, or all would be full at the very end, and only then hashed.
+        Two readers hardly wait for each other."""
+        return slab.under_way >= 2, len(slab.runs) - slab.taken
 
     def finish(self, number: int, run: ReadRun, crcs: Sequence[int]) -> FilledSlab | None:
         """Note that a run was read, with the CRC32 of each of its extents; its slab if that was the last of

@@ -172,7 +172,8 @@ void CudaDigests::digest(std::span<const DeviceRange> ranges, std::uint64_t leaf
     const std::uint64_t slice = spread.count() > 0 ? kSliceBlocks : blocks;
     for (std::uint64_t begin = 0; begin < blocks; begin += slice) {
       std::uint64_t end = begin + slice;
-      void* arguments[] = {&first, &count, &leaf_bytes, &leaves, &begin, &end, &results};
+      std::uint32_t one = 1;
+      void* arguments[] = {&first, &count, &leaf_bytes, &leaves, &begin, &end, &results, &one};
       lane.begin(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
       const double part = std::min(1.0, static_cast<double>(end) / static_cast<double>(blocks));
       // A leaf takes its thread some milliseconds however few there are; checksums fit in beside them.

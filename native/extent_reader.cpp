@@ -76,7 +76,7 @@ class ExtentReader::PieceWalk {
 // The file, and what was found out about it.
 class ExtentReader::Source {
  public:
-  explicit Source(int borrow_fd) : fd(borrow_fd) {}
+  explicit Source(int borrow_fd) : fd(borrow_fd), lives_in_memory(changeover::lives_in_memory(borrow_fd)) {}
 
   // Opened when it is first needed: a second description of the same file, whatever its name is now.
   // Negative where there is no direct I/O.
@@ -100,6 +100,7 @@ class ExtentReader::Source {
   }
 
   const int fd;
+  const bool lives_in_memory;
 
  private:
   std::uint64_t passing_from_ = 0;
@@ -157,7 +158,7 @@ void ExtentReader::read(int borrow_fd, std::uint64_t file_offset, std::span<Piec
       Chunk& chunk = ahead.emplace_back(Chunk{file_offset, std::min(chunk_bytes, end - file_offset), next_slot_});
       next_slot_ = (next_slot_ + 1) % slots_.count();
       file_offset += chunk.nbytes;
-      chunk.is_cached = is_cached(borrow_fd, chunk.offset, chunk.nbytes);
+      chunk.is_cached = source.lives_in_memory || is_cached(borrow_fd, chunk.offset, chunk.nbytes);
       if (!chunk.is_cached && source.has_direct()) start(source, chunk);
     }
     const Chunk chunk = ahead.front();

@@ -1,8 +1,10 @@
 #include "page_cache.hpp"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -42,6 +44,13 @@ bool must_wait(int fd, std::uint64_t offset) noexcept {
 }
 
 }  // namespace
+
+bool lives_in_memory(int borrow_fd) noexcept {
+  struct statfs facts {};
+  if (::fstatfs(borrow_fd, &facts) != 0) return false;
+  const auto type = static_cast<unsigned long>(facts.f_type);
+  return type == TMPFS_MAGIC || type == RAMFS_MAGIC || type == HUGETLBFS_MAGIC;
+}
 
 bool is_cached(int borrow_fd, std::uint64_t offset, std::uint64_t nbytes) noexcept {
   if (nbytes == 0) return true;

@@ -5,6 +5,10 @@
 
 namespace changeover {
 
+// Whether a file is in memory and nowhere else (tmpfs and its like): to ask for its pages, one by one as they
+// are, would take a twentieth of the time of reading them.
+bool lives_in_memory(int borrow_fd) noexcept;
+
 // Whether all these bytes can be read without the disk.  Asks cachestat (Linux 6.5; newer ones let only
 // those ask who could write to the file), else tries a byte of two pages without waiting.  A hint: pages
 // come and go.  True where the kernel says neither: what is cached is then not read from the disk once more.

@@ -18,27 +18,51 @@ __device__ const u32 kRound[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
+#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void copy_async(uint4* to_shared, const uint4* from) {
+  const u32 to = (u32)__cvta_generic_to_shared(to_shared);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Of this thread, since it said so last.
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int groups>
+__device__ __forceinline__ void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
+#else
+__device__ __forceinline__ void copy_async(uint4* to_shared, const uint4* from) { *to_shared = __ldg(from); }
+__device__ __forceinline__ void end_copies() {}
+template <int groups>
+__device__ __forceinline__ void wait_for_all_but() {}
+#endif
+#endif
+
 __device__ __forceinline__ u32 rotate(u32 x, int by) { return __funnelshift_r(x, x, by); }
 __device__ __forceinline__ u32 big_endian(u32 x) { return __byte_perm(x, 0, 0x0123); }
 
-__device__ __forceinline__ void compress(u32 (&h)[8], u32 (&w)[16]) {
+// `one` is 1, which the compiler must not know: an addition with a product in it goes to the pipe of
+// multiplications, and the one of rotations and logic, which is the limit, has a quarter less to do.
+__device__ __forceinline__ void compress(u32 (&h)[8], u32 (&w)[16], u32 one) {
   u32 a = h[0], b = h[1], c = h[2], d = h[3], e = h[4], f = h[5], g = h[6], i = h[7];
 #pragma unroll
   for (int round = 0; round < 64; ++round) {
     if (round >= 16) {
       const u32 x = w[(round + 1) & 15];
       const u32 y = w[(round + 14) & 15];
-      w[round & 15] += (rotate(x, 7) ^ rotate(x, 18) ^ (x >> 3)) + w[(round + 9) & 15] +
-                       (rotate(y, 17) ^ rotate(y, 19) ^ (y >> 10));
+      const u32 small0 = rotate(x, 7) ^ rotate(x, 18) ^ (x >> 3);
+      const u32 small1 = rotate(y, 17) ^ rotate(y, 19) ^ (y >> 10);
+      w[round & 15] = ((w[round & 15] * one + w[(round + 9) & 15]) * one + small0) * one + small1;
     }
     // Added in the order in which the terms are ready: with few leaves, a round waits for the one before it.
-    const u32 early = i + kRound[round] + w[round & 15];
+    const u32 early = (w[round & 15] * one + kRound[round]) * one + i;
     const u32 choose = (e & f) ^ (~e & g);
     const u32 sum1 = rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25);
     const u32 sum0 = rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22);
     const u32 majority = (a & b) ^ (a & c) ^ (b & c);
-    const u32 next_e = (d + early) + choose + sum1;
-    const u32 next_a = (early + choose + sum1) + majority + sum0;
+    const u32 both = early + choose + sum1;
+    const u32 next_e = both * one + d;
+    const u32 next_a = (majority * one + sum0) * one + both;
     i = g;
     g = f;
     f = e;
@@ -58,9 +82,19 @@ __device__ __forceinline__ void compress(u32 (&h)[8], u32 (&w)[16]) {
   h[7] += i;
 }
 
-__device__ __forceinline__ void load(uint4 (&block)[4], const u8* from) {
+// Blocks on their way from memory to a thread's own place in shared memory.  In registers they would not be on
+// their way: the compiler puts a load right before its use, and each block would wait for memory.
+constexpr int kStages = 4;
+
+struct Stage {
+  uint4 quarters[4];
+  uint4 gap;  // so that neighbours' stages begin in other banks
+};
+
+__device__ __forceinline__ void fetch(Stage& stage, const u8* from) {
 #pragma unroll
-  for (int quarter = 0; quarter < 4; ++quarter) block[quarter] = __ldg((const uint4*)from + quarter);
+  for (int quarter = 0; quarter < 4; ++quarter) copy_async(&stage.quarters[quarter], (const uint4*)from + quarter);
+  end_copies();
 }
 
 struct Range {
@@ -70,10 +104,12 @@ struct Range {
 };
 
 // Leaf i of a range holds its bytes from i * leaf_bytes to the next leaf or the end.  Of every leaf the blocks
-// of 64 bytes (with padding) from `first_block` up to `end_block` are hashed; slices go in order, from 0.
+// of 64 bytes (with padding) from `first_block` up to `end_block` are hashed; slices go in order, from 0.  `one`
+// is 1.
 extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __restrict__ ranges, u32 range_count,
                                                                u64 leaf_bytes, u64 leaves, u64 first_block,
-                                                               u64 end_block, u32* __restrict__ digests) {
+                                                               u64 end_block, u32* __restrict__ digests,
+                                                               u32 one) {
   const u64 leaf = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (leaf >= leaves) return;
   u32 low = 0;
@@ -98,44 +134,58 @@ extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __re
 #pragma unroll
     for (int word = 0; word < 8; ++word) h[word] = digests[leaf * 8 + word];
   }
-  // The next block is on its way from memory while this one is hashed.
-  uint4 ahead[4];
-  if (first_block < whole && is_aligned) load(ahead, from + first_block * 64);
+  u64 block = first_block;
+  const u64 whole_end = end < whole ? end : whole;
+  if (is_aligned && block < whole_end) {
+    // Whole blocks, the next ones on their way while one is hashed; behind the end, the last one again.
+    __shared__ Stage stages[kStages][32];
+    const u64 last = whole_end - 1;
+    for (u64 next = block; next < block + kStages - 1; ++next) {
+      fetch(stages[next % kStages][threadIdx.x], from + (next < last ? next : last) * 64);
+    }
 #pragma unroll 1
-  for (u64 block = first_block; block < end; ++block) {
-    const u8* const at = from + block * 64;
-    u32 w[16];
-    if (block < whole && is_aligned) {
+    for (; block < whole_end; ++block) {
+      const u64 next = block + kStages - 1;
+      fetch(stages[next % kStages][threadIdx.x], from + (next < last ? next : last) * 64);
+      wait_for_all_but<kStages - 1>();
+      const Stage& stage = stages[block % kStages][threadIdx.x];
+      u32 w[16];
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
-        w[4 * quarter] = big_endian(ahead[quarter].x);
-        w[4 * quarter + 1] = big_endian(ahead[quarter].y);
-        w[4 * quarter + 2] = big_endian(ahead[quarter].z);
-        w[4 * quarter + 3] = big_endian(ahead[quarter].w);
+        const uint4 words = stage.quarters[quarter];
+        w[4 * quarter] = big_endian(words.x);
+        w[4 * quarter + 1] = big_endian(words.y);
+        w[4 * quarter + 2] = big_endian(words.z);
+        w[4 * quarter + 3] = big_endian(words.w);
       }
-      if (block + 1 < whole) load(ahead, at + 64);
-    } else {
-      const u64 left = block * 64 < size ? size - block * 64 : 0;  // data bytes in this block
-      const bool has_mark = block * 64 <= size;                    // the bit after the last byte
-#pragma unroll
-      for (int word = 0; word < 16; ++word) {
-        u32 value = 0;
-#pragma unroll
-        for (int byte = 0; byte < 4; ++byte) {
-          const u64 position = 4 * word + byte;
-          u32 next = 0;
-          if (position < left) next = at[position];
-          else if (position == left && has_mark) next = 0x80;
-          value = value << 8 | next;
-        }
-        w[word] = value;
-      }
-      if (block == blocks - 1) {
-        w[14] = (u32)(size >> 29);
-        w[15] = (u32)(size << 3);
-      }
+      compress(h, w, one);
     }
-    compress(h, w);
+  }
+  // The end of a leaf, and leaves that start anywhere.
+#pragma unroll 1
+  for (; block < end; ++block) {
+    const u8* const at = from + block * 64;
+    const u64 left = block * 64 < size ? size - block * 64 : 0;  // data bytes in this block
+    const bool has_mark = block * 64 <= size;                    // the bit after the last byte
+    u32 w[16];
+#pragma unroll
+    for (int word = 0; word < 16; ++word) {
+      u32 value = 0;
+#pragma unroll
+      for (int byte = 0; byte < 4; ++byte) {
+        const u64 position = 4 * word + byte;
+        u32 next = 0;
+        if (position < left) next = at[position];
+        else if (position == left && has_mark) next = 0x80;
+        value = value << 8 | next;
+      }
+      w[word] = value;
+    }
+    if (block == blocks - 1) {
+      w[14] = (u32)(size >> 29);
+      w[15] = (u32)(size << 3);
+    }
+    compress(h, w, one);
   }
 #pragma unroll
   for (int word = 0; word < 8; ++word) digests[leaf * 8 + word] = end == blocks ? big_endian(h[word]) : h[word];

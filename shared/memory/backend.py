@@ -144,6 +144,11 @@ class MemoryBackend(Protocol):
         ...
 
     @property
+    def readers(self) -> int:
+        """How many threads read the files of a load: no more than bring anything."""
+        ...
+
+    @property
     def hashers_per_device(self) -> int:
         """How many threads hash and copy what a load has read: enough to keep up, for more only get in the
         way of those that read."""

@@ -52,6 +52,9 @@ batches, so that the bus does not mind (native/cuda_copy_queue.hpp)."""
 SLOTS_PER_THREAD = 6
 """One is read into while two batches of others are copied from."""
 
+MOST_READERS = 16
+"""A dozen read as fast as the bus carries."""
+
 HASHERS = 2
 """For each device: they wait for kernels, and hash a slab in half the time that reading it takes."""
 
@@ -142,7 +145,7 @@ class CudaBackend:
 
     __slots__ = (
         *("_budgets", "_creating", "_devices", "_hashers_per_device", "_legacy_ipc", "_limit_bytes"),
-        *("_pools", "_slots", "_staging"),
+        *("_pools", "_readers", "_slots", "_staging"),
     )
 
     def __init__(
@@ -152,6 +155,7 @@ class CudaBackend:
         legacy_ipc: bool = False,
         slot_bytes: int = SLOT_BYTES,
         slots_per_thread: int = SLOTS_PER_THREAD,
+        readers: int | None = None,
         hashers_per_device: int = HASHERS,
     ) -> None:
         _native.cuda_set_nvrtc_libraries(nvrtc_libraries(_native.cuda_driver_version()))
@@ -161,6 +165,9 @@ class CudaBackend:
         self._pools: dict[DeviceId, Pool] = {}
         self._legacy_ipc = legacy_ipc
         self._slots = (slot_bytes, slots_per_thread)
+        cores = os.cpu_count() or 1
+        # An eighth of the cores is left to those who hash, submit copies and serve: reading takes all it gets.
+        self._readers = readers or min(MOST_READERS, cores - cores // 8)
         self._hashers_per_device = hashers_per_device
         self._staging: dict[DeviceId, _native.CudaStaging] = {}
         self._creating = threading.Lock()
@@ -176,6 +183,10 @@ class CudaBackend:
     @property
     def slabs_at_once(self) -> int:
         return 1
+
+    @property
+    def readers(self) -> int:
+        return self._readers
 
     @property
     def hashers_per_device(self) -> int:

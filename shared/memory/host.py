@@ -29,6 +29,9 @@ SLAB_BYTES = 256 << 20
 BATCH_BYTES = 32 << 20
 """Hashed in one call: some milliseconds, so that threads end together, and enough leaves for every lane."""
 
+MOST_READERS = 16
+"""More wait for memory, not for a disk."""
+
 _NO_MEMORY = frozenset((errno.ENOMEM, errno.ENOSPC))
 _LARGEST_SLAB_BYTES = 2**63 - 1  # off_t
 
@@ -145,6 +148,10 @@ class HostBackend:
     @property
     def slabs_at_once(self) -> int:
         return os.cpu_count() or 1
+
+    @property
+    def readers(self) -> int:
+        return min(MOST_READERS, os.cpu_count() or 1)
 
     @property
     def hashers_per_device(self) -> int:

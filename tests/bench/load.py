@@ -1,11 +1,12 @@
 """Measure loading from storage to the memory that serves: changeover beside other loaders and the limits.
 
     python -m tests.bench.load run [--device cuda|host] [--gb N] [--budget-s N] [--out FILE] …
-    python -m tests.bench.load plot FILE…       draw what runs wrote, an SVG beside each
+    python -m tests.bench.load plot FILE…       runs on one kind of machine as one table and one SVG
 
 All in one run, from the same files: at each place (tmpfs, page cache, cold disk) what the machine can do,
 then changeover verified and unverified, then the other loaders that are installed.  Each loader runs in a
-process of its own with a limit of time, and its bytes are compared with what they must be.
+process of its own with a limit of time, and its bytes are compared with what they must be.  On the cold disk
+every load is between two direct reads, as the disk's rate drifts.
 """
 
 from __future__ import annotations
@@ -31,19 +32,23 @@ from loaderd.seal.create import seal_directory
 from tests.bench.load_cache import Residency, is_proven_cold, residency
 from tests.bench.load_loaders import PEERS
 from tests.bench.load_model import Model, copy_model, write_model
-from tests.bench.load_report import COLD, OURS, PLACES, TMPFS, text
-from tests.bench.load_schedule import Step, schedule
+from tests.bench.load_report import CACHED, COLD, OURS, PLACES, TMPFS, best_direct_shape, join, text
+from tests.bench.load_schedule import COLD_SETS, Step, schedule
 from tests.bench.load_worker import Job
 
 WORKER = (sys.executable, "-m", "tests.bench.load_worker")
 
-_STEP_S = 150
-"""No step may take longer."""
+_SILENCE_S = 90
+"""No process may be silent for longer: it writes its result after every load."""
+
+_LOOK_S = 0.5
+"""How often its result is looked for."""
 
 _LEAST_S = 15
 """With less left, no step is begun."""
 
-_SMALL_GB = 0.05
+_SMALL_GB = 0.25
+"""Of the model to warm up with: enough for every thread of a loader to take its buffers."""
 
 
 class Run:
@@ -52,104 +57,129 @@ class Run:
     def __init__(self, options: argparse.Namespace, tmpfs: Path, disk: Path) -> None:
         self._options = options
         self._deadline = time.monotonic() + options.budget_s
-        self._model = Model(options.gb)
+        self._models = {place: Model(options.gb) for place in (TMPFS, CACHED)}
+        self._models[COLD] = Model(options.cold_gb)
         self._cores = len(os.sched_getaffinity(0))
-        self._folders = {place: (tmpfs if place == TMPFS else disk) / "model" for place in PLACES}
+        self._folders = {
+            TMPFS: [tmpfs / "model"],
+            CACHED: [disk / "model"],
+            COLD: [disk / f"cold-{number}" for number in range(COLD_SETS)],
+        }
         self._small = tmpfs / "small"
-        self._filled: Residency | None = None  # what the kernel says is cached when all has just been written
+        self._filled: list[
+            Residency
+        ] = []  # what the kernel said was cached of each set just after it was written
+        self._next_set = 0  # of those on the cold disk: each run of reads goes on where the last one ended
         self.report: dict[str, Any] = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "command": shlex.join(["python", "-m", "tests.bench.load", *sys.argv[1:]]),
             "device": options.device,
             "machine": machine(options.device),
-            "model": {
-                "bytes": self._model.nbytes,
-                "tensors": len(self._model.tensors),
-                "shards": self._model.shards,
-                "width": self._model.width,
-            },
+            "model": _described(self._models[TMPFS]),
+            "cold_model": _described(self._models[COLD]),
             "versions": installed("torch", "numpy"),
             "limits": [],
+            "tried": [],
             "loads": [],
             "failures": [],
             "skipped": [],
+            "took_s": {},
         }
 
     def make(self, places: list[str]) -> None:
-        """The models: the small one, and the large one where it is needed; from there it is copied."""
+        """The models: a small one, the large one where it is needed, and the sets of files to read cold.  Of
+        each size one is made, the others are copies."""
         began = time.monotonic()
-        write_model(self._small, Model(_SMALL_GB))
-        seal_directory(self._small)
-        first = self._folders[TMPFS if TMPFS in places else COLD]
-        _check_room(first.parent, self._model.nbytes)
-        write_model(first, self._model)
-        seal_directory(first, jobs=min(self._cores, self._model.shards))
-        self.report["made_s"] = time.monotonic() - began
-        _say(f"made {self._model.nbytes / 1e9:.2f} GB in {self.report['made_s']:.1f} s")
+        self._make(self._small, Model(_SMALL_GB))
+        made: dict[float, Path] = {}
+        for place in places:
+            model = self._models[place]
+            for folder in self._folders[place]:
+                _check_room(folder.parent, model.nbytes)
+                if model.gb in made:
+                    copy_model(made[model.gb], folder)
+                else:
+                    made[model.gb] = folder
+                    self._make(folder, model)
+                if place == COLD:
+                    self._filled.append(residency(model.paths(folder)))
+        self._took("making the files", began)
+
+    def _make(self, folder: Path, model: Model) -> None:
+        write_model(folder, model)
+        seal_directory(folder, jobs=min(self._cores, model.shards))
 
     def take(self, step: Step) -> None:
-        """Measure a step and note what comes of it."""
-        left = self._deadline - time.monotonic()
-        if left < _LEAST_S:
+        """Measure a step and note what comes of it.  Where it fails at one place, a new process goes on with
+        the next."""
+        left_s = self._deadline - time.monotonic()
+        if left_s < _LEAST_S:
             self._note("skipped", step, "no time left")
             return
         if not step.is_limits and step.what != OURS and self.report["device"] not in PEERS[step.what].devices:
             self._note("skipped", step, f"does not load to {self.report['device']}")
             return
-        if step.place != TMPFS:
-            self._copy_to_disk()
-        result, reason = self._run(step, min(_STEP_S, left))
+        if COLD in step.places and not step.is_limits and best_direct_shape(self.report) is None:
+            self._note("skipped", Step(step.what, (COLD,)), "no direct reads to compare with")
+            step = Step(step.what, tuple(place for place in step.places if place != COLD))
+        if not step.places:
+            return
+        began = time.monotonic()
+        result, reason = self._run(step, left_s)
+        self._took(f"{step.what}: {', '.join(step.places)}", began)
         self.report["versions"] |= result.get("versions", {})
-        self.report["limits"] += result.get("limits", [])
+        for kind in ("limits", "tried"):
+            self.report[kind] += result.get(kind, [])
+        for entry in result.get("limits", []):
+            if "sets" in entry:
+                self._next_set = (entry["sets"][-1] + 1) % COLD_SETS
         for entry in result.get("loads", []):
             self._note_load(entry, step)
         if reason:
-            self._note("failures", step, reason)
+            done = len(result.get("done", []))
+            failed, rest = step.places[done : done + 1], step.places[done + 1 :]
+            self._note("failures", Step(step.what, failed), reason)
+            if rest:
+                self.take(Step(step.what, rest))
 
     def _note_load(self, entry: dict[str, Any], step: Step) -> None:
         error = entry.pop("error")
         cached = [Residency(**each) for each in entry.pop("cached")]
         entry["cached_share"] = [each.share for each in cached]
-        entry["is_cold"] = (
-            step.place == COLD
-            and self._filled is not None
-            and all(is_proven_cold(self._filled, each) for each in cached)
-        )
+        entry["is_cold"] = entry["place"] == COLD and is_proven_cold(self._filled, cached)
         if error:
-            self._note("failures", step, f"{entry['setting']}: {error}")
+            self._note("failures", Step(step.what, (entry["place"],)), f"{entry['setting']}: {error}")
         if entry["seconds"]:
             self.report["loads"].append(entry)
 
     def _note(self, kind: str, step: Step, reason: str) -> None:
-        _say(f"{step.what}, {step.place}: {reason}")
-        self.report[kind].append({"loader": step.what, "place": step.place, "reason": reason})
+        for place in step.places:
+            _say(f"{step.what}, {place}: {reason}")
+            self.report[kind].append({"loader": step.what, "place": place, "reason": reason})
 
-    def _copy_to_disk(self) -> None:
-        folder = self._folders[COLD]
-        if not folder.exists():
-            _check_room(folder.parent, self._model.nbytes)
-            began = time.monotonic()
-            copy_model(self._folders[TMPFS], folder)
-            _say(f"copied to {folder.parent} in {time.monotonic() - began:.1f} s")
-        if self._filled is None:
-            self._filled = residency(self._model.paths(folder))
+    def _took(self, what: str, began: float) -> None:
+        self.report["took_s"][what] = time.monotonic() - began
+        _say(f"{what}: {self.report['took_s'][what]:.1f} s")
 
     def _run(self, step: Step, limit_s: float) -> tuple[dict[str, Any], str]:
         """The step's result, as far as it came, and why it came no further."""
-        repeats = self._options.repeats if step.what != OURS else self._options.our_repeats
+        is_ours = step.what == OURS
         job = Job(
-            place=step.place,
             what=step.what,
             device=self.report["device"],
+            places=step.places,
+            folders={place: [str(folder) for folder in self._folders[place]] for place in step.places},
             gb=self._options.gb,
-            folder=str(self._folders[step.place]),
-            small_gb=_SMALL_GB,
+            cold_gb=self._options.cold_gb,
             small_folder=str(self._small),
-            repeats=1 if step.place == COLD else repeats,
+            small_gb=_SMALL_GB,
+            repeats=self._options.our_repeats if is_ours else self._options.repeats,
+            cold_rounds=self._options.cold_rounds if is_ours else 1,
+            first_set=self._next_set,
+            shape=best_direct_shape(self.report) or {},
             cores=self._cores,
             own_format_bytes=int(self._options.own_format_gb * 1e9),
         )
-        began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             asked, answered, log = (Path(folder, name) for name in ("job", "result", "log"))
             asked.write_text(json.dumps(asdict(job)))
@@ -159,15 +189,40 @@ class Run:
                     command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
                 )
                 try:
-                    code = worker.wait(limit_s)
-                    reason = "" if code == 0 else f"ended with {code}: {_last_line(log)}"
-                except subprocess.TimeoutExpired:
-                    reason = f"took longer than {limit_s:.0f} s"
+                    reason = _wait(worker, answered, log, limit_s)
                 finally:
                     _end(worker)
             result = json.loads(answered.read_text()) if answered.exists() else {}
-        _say(f"{step.what}, {step.place}: {time.monotonic() - began:.1f} s")
         return result, reason
+
+
+def _described(model: Model) -> dict[str, int]:
+    return {
+        "bytes": model.nbytes,
+        "tensors": len(model.tensors),
+        "shards": model.shards,
+        "width": model.width,
+    }
+
+
+def _wait(worker: subprocess.Popen[bytes], answered: Path, log: Path, limit_s: float) -> str:
+    """Until the worker ends, or is to be ended; what is wrong, if anything is."""
+    began = heard = time.monotonic()
+    seen = 0
+    while True:
+        try:
+            code = worker.wait(_LOOK_S)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+            written = answered.stat().st_mtime_ns if answered.exists() else 0
+            if written != seen:
+                seen, heard = written, now
+            if now - began > limit_s:
+                return f"cut off: the time was up after {limit_s:.0f} s"
+            if now - heard > _SILENCE_S:
+                return f"silent for {_SILENCE_S} s"
+        else:
+            return "" if code == 0 else f"ended with {code}: {_last_line(log)}"
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
@@ -235,7 +290,9 @@ def file_name(report: dict[str, Any], gb: float) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, write the JSON, print the table last."""
-    options.gb = options.gb or (16.0 if options.device == "cuda" else 0.5)
+    is_cuda = options.device == "cuda"
+    options.gb = options.gb or (16.0 if is_cuda else 0.5)
+    options.cold_gb = options.cold_gb or (4.0 if is_cuda else 0.5)
     places = [place for place in PLACES if place in options.only]
     prefix = "changeover-load-"
     # A limit of time from outside must not leave gigabytes behind.
@@ -252,7 +309,8 @@ def run(options: argparse.Namespace) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
             measured.make(places)
-            for step in schedule(places, list(PEERS), options.skip_loaders):
+            environments = {name: peer.environment for name, peer in PEERS.items()}
+            for step in schedule(places, environments, options.skip_loaders):
                 measured.take(step)
                 out.write_text(json.dumps(report, indent=1) + "\n")
         finally:
@@ -260,13 +318,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 def plot(options: argparse.Namespace) -> None:
-    """An SVG beside each report."""
+    """One table and one SVG of all reports; the SVG is beside the first unless --svg says where."""
     from tests.bench.load_plot import draw
 
-    for path in options.reports:
-        target = path.with_suffix(".svg")
-        draw(json.loads(path.read_text()), target)
-        _say(f"wrote {target}")
+    try:
+        report = join([json.loads(path.read_text()) for path in options.reports])
+    except ValueError as error:
+        raise SystemExit(f"these are not runs of one benchmark: {error}") from None
+    target = options.svg or options.reports[0].with_suffix(".svg")
+    draw(report, target)
+    _say(f"{text(report)}\n\nwrote {target}")
 
 
 def _names(known: tuple[str, ...]) -> Any:
@@ -287,11 +348,13 @@ def main() -> None:
     running = commands.add_parser("run", help="measure")
     running.add_argument("--device", choices=("cuda", "host"), default="host")
     running.add_argument("--gb", type=float, help="of the model; 16 on cuda, 0.5 on host")
+    running.add_argument("--cold-gb", type=float, help="of each cold load; 4 on cuda, 0.5 on host")
+    running.add_argument("--cold-rounds", type=int, default=5, help="of ours; the others load cold once")
     running.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"))
     running.add_argument("--disk", type=Path, default=Path("/var/tmp"))
     running.add_argument("--repeats", type=int, default=3)
     running.add_argument("--our-repeats", type=int, default=5)
-    running.add_argument("--budget-s", type=float, default=360)
+    running.add_argument("--budget-s", type=float, default=480)
     running.add_argument("--only", type=_names(PLACES), default=list(PLACES), help=", ".join(PLACES))
     running.add_argument("--skip-loaders", type=_names((OURS, *PEERS)), default=[])
     running.add_argument(
@@ -299,8 +362,9 @@ def main() -> None:
     )
     running.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="a .json, or a folder")
     running.set_defaults(run=run)
-    plotting = commands.add_parser("plot", help="draw reports")
+    plotting = commands.add_parser("plot", help="join and draw reports")
     plotting.add_argument("reports", type=Path, nargs="+")
+    plotting.add_argument("--svg", type=Path, help="where to draw to")
     plotting.set_defaults(run=plot)
     options = parser.parse_args()
     options.run(options)

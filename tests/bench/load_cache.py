@@ -45,10 +45,14 @@ class Residency:
         return self.share <= COLD
 
 
-def is_proven_cold(when_filled: Residency, when_emptied: Residency) -> bool:
-    """Whether the files are cold for sure: where the kernel tells what it caches, it must have said that
-    they were cached before.  One that always says no proves nothing."""
-    return when_filled.is_warm and when_emptied.is_cold
+def is_proven_cold(when_filled: Sequence[Residency], when_emptied: Sequence[Residency]) -> bool:
+    """Whether the files were cold for sure, every time: where the kernel tells what it caches, it must have
+    said that they were cached once.  One that always says no proves nothing."""
+    return (
+        bool(when_filled)
+        and all(each.is_warm for each in when_filled)
+        and all(each.is_cold for each in when_emptied)
+    )
 
 
 def residency(paths: Iterable[Path]) -> Residency:

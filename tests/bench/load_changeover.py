@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-from loaderd import loading
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.crew import Crew
 from loaderd.filling import Filling
@@ -117,8 +116,8 @@ def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:
     """The reading of a load alone, on as many threads: what the daemon never offers to anyone."""
     with ExitStack() as undo:
         filling = Filling(request, backend, LoadProgress(), Gate(), lambda filled, slab: None, undo)
-        with Crew(threading.Event(), loading.READERS) as crew:
-            reading = crew.start(loading.READERS, lambda: filling.read(crew))
+        with Crew(threading.Event(), backend.readers) as crew:
+            reading = crew.start(backend.readers, lambda: filling.read(crew))
             filling.allocate()
             crew.wait(reading)
             crew.check()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from threading import Barrier
 
 import torch
 
@@ -19,7 +21,7 @@ _CALL_BYTES = 16 << 20
 """What one call of preadv reads at least, into two buffers in turn: so much that Python's part of it does
 not count."""
 
-_ALIGNMENT_BYTES = 1 << 20
+_ALIGNMENT_BYTES = 4096
 """Of direct reads; what is left at the end of a file is not read."""
 
 
@@ -31,6 +33,11 @@ class Limit:
     nbytes: int
     seconds: tuple[float, ...]
     shape: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def gb_s(self) -> float:
+        """Of all passes together."""
+        return self.nbytes * len(self.seconds) / sum(self.seconds) / 1e9
 
 
 def copy_limit(device: str, cores: int, repeats: int) -> Limit:
@@ -88,15 +95,26 @@ def pread_limits(paths: Sequence[Path], device: str, cores: int, repeats: int) -
             yield Limit(PREAD, reading.nbytes, _samples(repeats, read), shape)
 
 
-def direct_limit(paths: Sequence[Path], shape: dict[str, int], limit_bytes: int | None = None) -> Limit:
-    """One pass of reads past the page cache, over the whole files or what comes first in each."""
+def direct_limit(paths: Sequence[Path], shape: Mapping[str, int], part: tuple[int, int] = (0, 1)) -> Limit:
+    """One pass of reads past the page cache, each thread with one read under way, over `part` of each file
+    (number and count).
+
+    The time is that of the reads alone: threads and memory are there before, in huge pages where the kernel
+    has them."""
     threads, slot_bytes = shape["threads"], shape["slot_bytes"]
     with (
-        _Reading(paths, os.O_RDONLY | os.O_DIRECT, limit_bytes) as reading,
+        _Reading(paths, os.O_RDONLY | os.O_DIRECT, part) as reading,
         mmap.mmap(-1, threads * slot_bytes) as memory,
         ThreadPoolExecutor(threads) as pool,
         memoryview(memory) as view,
     ):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, len(view), mmap.PAGESIZE):
+            view[at] = 1
+        all_there = Barrier(threads)
+        for _ in pool.map(lambda _: all_there.wait(), range(threads)):
+            pass
         slots = [view[at : at + slot_bytes] for at in range(0, threads * slot_bytes, slot_bytes)]
         start = time.perf_counter()
         for _ in pool.map(lambda thread: reading.read(thread, threads, [slots[thread]]), range(threads)):
@@ -104,20 +122,25 @@ def direct_limit(paths: Sequence[Path], shape: dict[str, int], limit_bytes: int 
         seconds = time.perf_counter() - start
         for slot in slots:
             slot.release()
-        return Limit(DIRECT, reading.nbytes, (seconds,), shape)
+        return Limit(DIRECT, reading.nbytes, (seconds,), dict(shape))
 
 
-def best_direct_shape(paths: Sequence[Path], cores: int, sample_bytes: int) -> dict[str, int]:
-    """How many threads, reading how much at a time, get most of the disk, by reads of a part."""
+def direct_shapes(paths: Sequence[Path], cores: int) -> list[Limit]:
+    """Direct reads with some numbers of threads and sizes, each measured twice.
+
+    All together read every byte of the files once, so that none finds in a cache below this machine what
+    another brought there.  The second time they come in reverse: what drifts evenly drifts for all."""
     shapes = [
         {"threads": threads, "slot_bytes": slot_bytes}
-        for threads, slot_bytes in product((4, max(4, cores), max(8, 2 * cores)), (1 << 20, 4 << 20))
+        for threads, slot_bytes in product(sorted({4, 16, 64, 2 * cores}), (1 << 20, 4 << 20))
     ]
-    return max(shapes, key=lambda shape: _rate(direct_limit(paths, shape, sample_bytes)))
-
-
-def _rate(limit: Limit) -> float:
-    return limit.nbytes / min(limit.seconds)
+    order = [*shapes, *reversed(shapes)]
+    passes = [direct_limit(paths, shape, (number, len(order))) for number, shape in enumerate(order)]
+    return [
+        # Parts differ by less than a block; the second counts as if it were as large as the first.
+        replace(one, seconds=(*one.seconds, other.seconds[0] * one.nbytes / other.nbytes))
+        for one, other in zip(passes, reversed(passes[len(shapes) :]), strict=False)
+    ]
 
 
 def _samples(repeats: int, work: Callable[[], object]) -> tuple[float, ...]:
@@ -134,31 +157,30 @@ def _samples(repeats: int, work: Callable[[], object]) -> tuple[float, ...]:
 class _Reading:
     """Open files, and their bytes shared out to threads."""
 
-    def __init__(self, paths: Sequence[Path], flags: int, limit_bytes: int | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], flags: int, part: tuple[int, int] = (0, 1)) -> None:
+        """Of each file only the part of this number, of so many; direct reads leave out the end."""
         self._fds: list[int] = []
-        self._sizes: list[int] = []
-        self._is_direct = bool(flags & os.O_DIRECT)
+        self._ranges: list[range] = []
+        number, count = part
+        unit = _ALIGNMENT_BYTES if flags & os.O_DIRECT else 1
         for path in paths:
             self._fds.append(os.open(path, flags))
-            size = os.fstat(self._fds[-1]).st_size
-            if limit_bytes is not None:
-                size = min(size, limit_bytes // len(paths))
-            self._sizes.append(size // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES if self._is_direct else size)
+            units = os.fstat(self._fds[-1]).st_size // unit
+            self._ranges.append(range(units * number // count * unit, units * (number + 1) // count * unit))
 
     @property
     def nbytes(self) -> int:
         """What all threads together read."""
-        return sum(self._sizes)
+        return sum(map(len, self._ranges))
 
     def read(self, thread: int, threads: int, buffers: list[memoryview]) -> None:
         """The thread's share: every `threads`th part of each file, a part being all buffers full."""
         part = sum(len(buffer) for buffer in buffers)
-        for fd, size in zip(self._fds, self._sizes, strict=True):
-            for at in range(thread * part, size, threads * part):
-                wanted = min(part, size - at)
-                got = os.preadv(fd, buffers, at)
-                # At a file's end there may be more than is to be read; elsewhere less is a short read, which
-                # the kernel gives for no file of a local disk.
+        for fd, there in zip(self._fds, self._ranges, strict=True):
+            for at in there[thread * part :: threads * part]:
+                wanted = min(part, there.stop - at)
+                got = os.preadv(fd, buffers if wanted == part else _first(buffers, wanted), at)
+                # The kernel reads less for no file of a local disk.
                 if got < wanted:
                     raise OSError(0, f"read {got} of {wanted} bytes at {at}")
 
@@ -168,3 +190,14 @@ class _Reading:
     def __exit__(self, *_: object) -> None:
         for fd in self._fds:
             os.close(fd)
+
+
+def _first(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    """So much of the buffers, from the first on."""
+    first = []
+    for buffer in buffers:
+        first.append(buffer[:nbytes])
+        nbytes -= len(first[-1])
+        if nbytes == 0:
+            break
+    return first

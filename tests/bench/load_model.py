@@ -112,7 +112,8 @@ def pieces(tensor: ModelTensor) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def write_model(folder: Path, model: Model) -> None:
-    """Make the checkpoint in the new folder `folder`: shards, index and config, unsealed."""
+    """Make the checkpoint in the new folder `folder`: shards, which are down on the disk then, index and
+    config; unsealed."""
     folder.mkdir(parents=True)
     doubled_block()  # once, before the threads ask for it
     with ThreadPoolExecutor(model.shards) as pool:
@@ -144,6 +145,7 @@ def _write_shard(path: Path, tensors: Sequence[ModelTensor]) -> None:
         for tensor in tensors:
             for piece in pieces(tensor):
                 file.write(piece.data)
+        sync(file)
 
 
 def copy_model(source: Path, target: Path) -> None:

@@ -5,7 +5,7 @@
 
 Each line is one configuration: medians of loads that are verified and that are not, in turn, from the
 same files (in /dev/shm unless told otherwise), and what verification costs.  What the machine can do at
-most is measured by `tests.bench.load`.  On the host there are no slots to choose.
+most is measured by `tests.bench.load`.  On the host there is nothing to choose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from loaderd import loading
 from shared.memory.backend import MemoryBackend
 from shared.memory.cuda import CudaBackend
 from shared.memory.host import HostBackend
@@ -41,7 +40,10 @@ class Configuration:
         if device == "host":
             return HostBackend()
         return CudaBackend(
-            slot_bytes=self.slot_bytes, slots_per_thread=self.slots, hashers_per_device=self.hashers
+            slot_bytes=self.slot_bytes,
+            slots_per_thread=self.slots,
+            readers=self.readers,
+            hashers_per_device=self.hashers,
         )
 
 
@@ -66,7 +68,6 @@ class Row:
 
 def measure(folder: Path, device: str, configuration: Configuration, rounds: int) -> Row:
     """Medians, after one load of each kind that does not count."""
-    loading.READERS = configuration.readers
     backend = configuration.backend(device)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     nbytes = 0
@@ -93,14 +94,15 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=16.0)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--readers", type=_numbers, default=[cores, cores + cores // 2, 2 * cores])
+    parser.add_argument("--readers", type=_numbers, default=[cores, cores - cores // 8, cores - cores // 4])
     parser.add_argument("--hashers", type=_numbers, default=[1, 2, cores])
-    parser.add_argument("--slot-kib", type=_numbers, default=[1024, 2048, 4096])
-    parser.add_argument("--slots", type=_numbers, default=[2, 3])
+    parser.add_argument("--slot-kib", type=_numbers, default=[512, 1024, 4096])
+    parser.add_argument("--slots", type=_numbers, default=[2, 4, 6])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.device == "host":
-        options.hashers, options.slot_kib, options.slots = [HostBackend().hashers_per_device], [0], [0]
+        options.slot_kib, options.slots = [0], [0]
+        options.readers, options.hashers = [HostBackend().readers], [HostBackend().hashers_per_device]
 
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as parent:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from loaderd.loading import READERS
+from shared.memory.host import HostBackend
 from tests.process.conftest import NEW_TOKENS, PROMPTS, Expected
 from tests.support import procfs
 from tests.support.cold_files import make_cold
@@ -86,7 +86,7 @@ def test_two_hundred_pushes_leave_nothing(host: ServingHost, expected: Expected)
     rounds(ROUNDS)
     assert host.model().epoch == epoch + len(VERSIONS) * ROUNDS
     assert [Held.by(pid) for pid in pids()] == before
-    assert rings(host)[0] <= loaderd_rings + READERS
+    assert rings(host)[0] <= loaderd_rings + HostBackend().readers
     assert rings(host)[1] == inferd_rings
     # A pool makes a thread whenever none is idle, up to its size.
     assert max(procfs.thread_count(pid) - was for pid, was in zip(pids(), threads, strict=True)) <= POOL
@@ -99,10 +99,10 @@ def test_two_hundred_pushes_leave_nothing(host: ServingHost, expected: Expected)
         answer = client.ask(PROMPTS[0], NEW_TOKENS)
     assert answer.text == expected["v3"][PROMPTS[0]]
 
-    for _ in range(READERS + 4):  # each reads all of its files past the page cache
+    for _ in range(HostBackend().readers + 4):  # each reads all of its files past the page cache
         for version in VERSIONS:
             for path in (host.model_root / f"tiny-{version}").iterdir():
                 make_cold(path)
             assert host.push(version).bytes_read > 0
     assert [Held.by(pid) for pid in pids()] == before
-    assert rings(host)[0] <= loaderd_rings + READERS
+    assert rings(host)[0] <= loaderd_rings + HostBackend().readers

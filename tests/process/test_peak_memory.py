@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from loaderd.loading import READERS
+from shared.memory.host import HostBackend
 from tests.bench.load_model import Model, write_model
 from tests.support import procfs
 from tests.support.cold_files import make_cold
 from tests.support.serving_host import ServingHost, serving_host
 
-RING_BYTES = READERS * 4 * ((1 << 20) + 8192)
+RING_BYTES = HostBackend().readers * 4 * ((1 << 20) + 8192)
 """Of the host backend: four slots for each reading thread."""
 
 ALLOWED_BYTES = 200 << 20

@@ -108,6 +108,22 @@ def test_what_is_complete_last_is_the_smallest() -> None:
     assert schedule.order == [1, 2, 0]
 
 
+def test_the_last_slabs_fill_one_after_the_other() -> None:
+    tensors = [TensorSource(name, "U8", (400,), 400, "a", 8 + 400 * i) for i, name in enumerate("abc")]
+    placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=400, read_bytes=100))
+    schedule = ReadSchedule(placement, crc32_combine, run_bytes=100, slabs_at_once=3)
+    order, under_way = [], []
+    while work := schedule.take():
+        order.append(work[1].slab)
+        under_way.append(work)
+        if len(under_way) == 2:
+            schedule.finish(*under_way.pop(0), [0])
+    assert order == [0] * 4 + [1] * 4 + [2] * 4
+    many = ReadSchedule(placement, crc32_combine, run_bytes=100, slabs_at_once=3)
+    spread = [work[1].slab for _ in range(6) if (work := many.take())]
+    assert spread == [0, 0, 1, 1, 2, 2]
+
+
 def test_a_byte_belongs_to_the_extent_that_has_it() -> None:
     (run,) = read_runs(small(250).reads, 1000)
     assert [run.extent_at(byte).file_offset for byte in (8, 107, 108, 257, 258)] == [8, 8, 108, 208, 8]

@@ -228,7 +228,7 @@ def test_a_slab_is_verified_while_the_next_is_still_read(
 def test_a_difference_ends_the_reading(
     folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loaderd.loading.READERS", 1)
+    monkeypatch.setattr(FakeBackend, "readers", 1)
     monkeypatch.setattr(FakeSlab, "crc32", lambda self, offset_bytes, nbytes: 1)
     first, has_ended = SlabId("fake-0"), threading.Event()
     work_on_a_thread = Crew._guarded

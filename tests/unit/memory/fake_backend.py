@@ -306,6 +306,10 @@ class FakeBackend:
         return 1
 
     @property
+    def readers(self) -> int:
+        return 4
+
+    @property
     def hashers_per_device(self) -> int:
         return 2
 
