@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
+from loaderd.checkpoint.checkpoint import SEAL_LIMIT_BYTES, Checkpoint, open_directory
 from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE, shown
 from loaderd.checkpoint.replacement import remove_temporaries, replace_file
 from loaderd.seal.document import Seal, SealedFile, SealedTensor, encode_seal, make_seal
@@ -39,6 +39,10 @@ def seal_directory(
         if key is not None and (changed := tree.keys() ^ checkpoint.tree(_is_ignored).keys()):
             raise CheckpointError("appeared or went away while it was signed", file=shown(min(changed)))
         text, signature = encode_seal(seal), None
+        if len(text) > SEAL_LIMIT_BYTES:
+            raise CheckpointError(
+                f"would have {len(text)} bytes, {SEAL_LIMIT_BYTES} are allowed", file=SEAL_FILE
+            )
         if key is not None:
             files = {path: scans[path].sha256 for path in beside}
             files |= {name: file.sha256 for name, file in seal.files.items()}

@@ -48,6 +48,7 @@ PURE = (
     "loaderd.residents",
     "loaderd.rollout",
     "loaderd.seal.document",
+    "loaderd.seal.leaves",
     "loaderd.signature.bundle",
     "loaderd.signature.statement",
     "loaderd.slab_table",

@@ -378,3 +378,10 @@ def test_a_seal_is_written_through_the_folder_that_was_read(
     seal_directory(folder)
     assert (moved / "seal.json").exists()
     assert not list(folder.iterdir())
+
+
+def test_a_seal_that_nobody_could_read_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaderd.seal.create.SEAL_LIMIT_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"^seal\.json: would have \d+ bytes, 100 are allowed"):
+        seal_directory(folder)
+    assert not (folder / "seal.json").exists()

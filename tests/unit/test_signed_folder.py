@@ -227,7 +227,7 @@ def test_a_malformed_signature(signed: Path, keys: KeyPair) -> None:
     (signed / "model.sig").unlink()
     with (signed / "model.sig").open("wb") as file:
         file.truncate(SIGNATURE_LIMIT_BYTES + 1)
-    with pytest.raises(CheckpointError, match=r"^model\.sig: has 33554433 bytes, 33554432 are allowed"):
+    with pytest.raises(CheckpointError, match=r"^model\.sig: has 16777217 bytes, 16777216 are allowed"):
         opened(signed, keys)
 
 
