@@ -115,7 +115,10 @@ def test_what_the_reference_signs_is_accepted(
     sign_by_reference(folder, keys)
     assert opened(folder, keys).key.path == keys.public
     assert proven(folder, keys) == expected
-    assert verify_directory(folder, trusted=(keys.trusted,), jobs=2) == expected
+    verified = verify_directory(folder, trusted=(keys.trusted,), jobs=2)
+    assert verified.seal == expected
+    assert verified.key is not None
+    assert verified.key.path == keys.public
 
 
 def test_both_say_the_same_of_one_folder(folder: Path, keys: KeyPair) -> None:
