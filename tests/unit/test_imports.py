@@ -44,6 +44,7 @@ PURE = (
     "loaderd.lifecycle",
     "loaderd.placement",
     "loaderd.plan",
+    "loaderd.proof",
     "loaderd.read_schedule",
     "loaderd.residents",
     "loaderd.rollout",
