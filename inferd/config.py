@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from inferd.api.settings import ApiSettings
 from inferd.engine.transformers_engine import EngineSettings
-from shared.config_file import ConfigModel
+from shared.config_file import ByteCount, ConfigModel, ConfigPath
 from shared.memory.selection import BackendName
 from shared.messages import Name
 from shared.run_dir import DEFAULT_RUN_DIR
 
 Timeout = Annotated[float, Field(gt=0, le=86_400)]
+
+_LISTEN = re.compile(r"unix:/.+|\[?[0-9A-Za-z.:-]+\]?:[0-9]{1,5}")
+_LAST_PORT = 65_535
 
 # Instances: on a slotted class, the attributes are descriptors and not the defaults.
 _ENGINE = EngineSettings()
@@ -24,7 +28,7 @@ _API = ApiSettings()
 class EngineConfig(ConfigModel):
     """How large the engine may grow; see `EngineSettings`."""
 
-    kv_cache_bytes: Annotated[int, Field(gt=0)] | None = _ENGINE.kv_cache_bytes
+    kv_cache_bytes: Annotated[ByteCount, Field(gt=0)] | None = _ENGINE.kv_cache_bytes
     kv_cache_share: Annotated[float, Field(gt=0, lt=1)] = _ENGINE.kv_cache_share
     block_tokens: Annotated[int, Field(ge=1, le=1024)] = _ENGINE.block_tokens
     max_batch_tokens: Annotated[int, Field(ge=1)] = _ENGINE.max_batch_tokens
@@ -43,7 +47,7 @@ class EngineConfig(ConfigModel):
 class ApiConfig(ConfigModel):
     """Limits of the HTTP API; see `ApiSettings`."""
 
-    max_body_bytes: Annotated[int, Field(ge=1024)] = _API.max_body_bytes
+    max_body_bytes: Annotated[ByteCount, Field(ge=1024)] = _API.max_body_bytes
     max_sequences_per_request: Annotated[int, Field(ge=1)] = _API.max_sequences_per_request
     retry_after_s: Annotated[int, Field(ge=1)] = _API.retry_after_s
     completion_max_tokens: Annotated[int, Field(ge=1)] = _API.completion_max_tokens
@@ -58,10 +62,10 @@ class InferdConfig(ConfigModel):
 
     name: Annotated[Name, Field(max_length=32)]  # unique on the host
     model: Name
-    run_dir: Path = DEFAULT_RUN_DIR
+    run_dir: ConfigPath = DEFAULT_RUN_DIR
     backend: BackendName = "host"
     device: str | None = None  # full UUID of the GPU to serve on; may be left out where it sees one
-    listen: Annotated[str, Field(pattern=r"^(unix:/.+|\[?[0-9A-Za-z.:-]+\]?:[0-9]{1,5})$")] = "127.0.0.1:8000"
+    listen: str = "127.0.0.1:8000"
     verify_mapped: bool = True  # hash every byte as mapped here before it may serve
     shutdown_timeout_s: Timeout = 30.0  # requests in flight at SIGTERM may take this long
     stuck_after_s: Timeout = 60.0  # work pending and no step for this long: not live
@@ -71,8 +75,12 @@ class InferdConfig(ConfigModel):
 
     @field_validator("listen")
     @classmethod
-    def _port_exists(cls, listen: str) -> str:
+    def _is_an_address(cls, listen: str) -> str:
+        if not _LISTEN.fullmatch(listen):
+            raise PydanticCustomError(
+                "listen", "expected HOST:PORT or unix:/PATH, found {found}", {"found": repr(listen)[:100]}
+            )
         # The kernel would take the number modulo 65536.
-        if not listen.startswith("unix:") and int(listen.rpartition(":")[2]) > 65535:
-            raise ValueError("a port is at most 65535")
+        if not listen.startswith("unix:") and int(listen.rpartition(":")[2]) > _LAST_PORT:
+            raise PydanticCustomError("listen", "expected a port of at most {last}", {"last": _LAST_PORT})
         return listen

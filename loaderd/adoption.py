@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
+from loaderd.checkpoint.checkpoint import parse_config
 from loaderd.checkpoint.names import CONFIG_FILE
-from loaderd.checkpoint.strict_json import parse_object
 from loaderd.leases import Lease
 from loaderd.slab_table import SlabTable, UserId
 from shared.errors import CheckpointError, DigestMismatch, ProtocolError
@@ -70,4 +70,4 @@ def read_config(assets: Mapping[str, bytes]) -> dict[str, object]:
     """config.json of an adopted version; raises CheckpointError if it is none."""
     if CONFIG_FILE not in assets:
         raise CheckpointError("is missing", file=CONFIG_FILE)
-    return parse_object(assets[CONFIG_FILE], file=CONFIG_FILE)
+    return parse_config(assets[CONFIG_FILE])

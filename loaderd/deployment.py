@@ -193,6 +193,7 @@ class Deployment:
         epoch = Epoch(self.epoch + 1)
         driver = RolloutDriver(
             version.tag,
+            version.proof,
             version.copies,
             epoch,
             self.leases(),
@@ -320,7 +321,7 @@ class Deployment:
 
     def commit_found(self, version: Version, epoch: Epoch) -> None:
         """Journal an epoch that an inferd knows and this loaderd's journal does not."""
-        self._host.chronicle.journal.commit(version.tag, epoch, "", "found out from an inferd")
+        self._host.chronicle.journal.commit(version.tag, version.proof, epoch, "", "found out from an inferd")
         self.epoch = version.epoch = epoch
 
     # --- operations ------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Inquiries:
         damaged = sorted({name for names in found.values() for name in names})
         return VerifyReport(
             tag=Tag.of(tag),
-            against=version.verified,
+            against=version.proof.verified,
             devices=tuple(copies),
             tensors=len(layout.tensors),
             nbytes=layout.total_bytes * len(copies),

@@ -17,8 +17,9 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
+from loaderd.proof import Proof
 from shared.closing import Closing
-from shared.control import HistoryEntry
+from shared.control import HistoryEntry, Verified
 from shared.errors import ConfigError, Fact, InvalidName, ResourceError
 from shared.ids import Digest, Epoch, VersionRef, VersionTag, check_name
 from shared.messages import Count, DigestText, WireModel
@@ -38,6 +39,11 @@ class Committed:
     tag: VersionTag
     epoch: Epoch
     previous: VersionTag | None
+    proofs: Mapping[VersionTag, Proof]  # of both
+
+    def proof_of(self, tag: VersionTag) -> Proof:
+        """What the bytes of exactly this content were held against when they were committed."""
+        return self.proofs.get(tag, Proof())
 
 
 class Commit(WireModel):
@@ -45,6 +51,8 @@ class Commit(WireModel):
 
     digest: DigestText
     epoch: Count
+    verified: Verified = "digest"
+    key: str = ""
 
 
 @dataclass(slots=True)
@@ -106,15 +114,18 @@ class Journal(Closing):
         _recall(self.recollection, entry)
         return entry
 
-    def commit(self, tag: VersionTag, epoch: Epoch, operation: str, cause: str) -> None:
+    def commit(self, tag: VersionTag, proof: Proof, epoch: Epoch, operation: str, cause: str) -> None:
         """Record, durably, that `tag` is the active version of its model from `epoch` on."""
+        data: dict[str, Fact] = {"digest": tag.digest, "epoch": epoch, "verified": proof.verified}
+        if proof.key:
+            data["key"] = proof.key
         self.append(
             COMMITTED,
             model=tag.ref.model,
             version=tag.ref.version,
             operation=operation,
             cause=cause,
-            data={"digest": tag.digest, "epoch": epoch},
+            data=data,
             durable=True,
         )
 
@@ -201,11 +212,13 @@ def _recall(recollection: Recollection, entry: HistoryEntry) -> None:
         return
     commit = Commit.model_validate(entry.data, strict=True)
     ref = VersionRef(check_name(entry.model, "model"), check_name(entry.version, "version"))
-    before = recollection.committed.get(entry.model)
+    tag, before = VersionTag(ref, Digest(commit.digest)), recollection.committed.get(entry.model)
+    proofs = {before.tag: before.proof_of(before.tag)} if before is not None else {}
     recollection.committed[entry.model] = Committed(
-        tag=VersionTag(ref, Digest(commit.digest)),
+        tag=tag,
         epoch=Epoch(commit.epoch),
         previous=before.tag if before is not None else None,
+        proofs={**proofs, tag: Proof(commit.verified, commit.key)},
     )
 
 

@@ -13,11 +13,12 @@ from loaderd.config import ModelConfig
 from loaderd.gpu_watch import GpuWatch
 from loaderd.placement import PlacementRules
 from loaderd.plan import Candidate, DeviceMemory, Plan, Serving, Verdict, plan_push
+from loaderd.proof import Proof
 from loaderd.seal.check import check_against
 from loaderd.seal.document import Seal, read_seal
 from loaderd.seal.scan import Progress
 from loaderd.signature.check import SignedFolder, check_seal, check_signature, prove, unread_files
-from loaderd.versions import Verified, Version, VersionTable
+from loaderd.versions import Version, VersionTable
 from shared.control import DevicePlanReport, PlanReport
 from shared.digest import file_digest
 from shared.errors import CheckpointError, PlanRefused
@@ -36,11 +37,11 @@ class OpenedCheckpoint:
     signed: SignedFolder | None = None
 
     @property
-    def verified(self) -> Verified:
+    def proof(self) -> Proof:
         """What a version that was loaded from it is held against."""
         if self.signed is not None:
-            return "signed"
-        return "digest" if self.seal is None else "sealed"
+            return Proof("signed", self.signed.key.hint)
+        return Proof("digest" if self.seal is None else "sealed")
 
     @property
     def is_proven(self) -> bool:

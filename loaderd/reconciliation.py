@@ -11,6 +11,7 @@ from loaderd.host import Host
 from loaderd.journal import Committed
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent
+from loaderd.proof import Proof
 from loaderd.versions import Version, cause_of
 from shared.errors import ChangeoverError, ProtocolError, UnknownVersion
 from shared.handoff import Prepared
@@ -239,9 +240,17 @@ class Reconciliation:
                 copy = await take_back(lease, tag, self._host.backend, versions.slabs, version.user, work)
             version.add_copy(lease.device, copy)
             version.config = read_config(copy.assets)
+            version.proof = self._known_proof(tag)
             versions.advance(version, VersionEvent.ADOPT, f"handed back by inferd {lease.name}")
         except BaseException as error:
             versions.advance(version, VersionEvent.FAIL, cause_of(error))
             self._host.collect()
             raise
         return version
+
+    def _known_proof(self, tag: VersionTag) -> Proof:
+        """What was proven of this content before the restart; an inferd's word does not count."""
+        if self._recollected is None:
+            return Proof()
+        trusted = [key.hint for key in self._deployment.config.trusted_keys]
+        return self._recollected.proof_of(tag).now(trusted)

@@ -13,6 +13,7 @@ from loaderd.chronicle import Chronicle
 from loaderd.leases import Lease
 from loaderd.operations import Operation, Operations
 from loaderd.pace import Pace
+from loaderd.proof import Proof
 from loaderd.rollout import (
     Abandoned,
     CommitBroke,
@@ -55,6 +56,7 @@ class RolloutDriver:
     def __init__(
         self,
         tag: VersionTag,
+        proof: Proof,
         copies: Mapping[DeviceId, ResidentVersion],
         epoch: Epoch,
         leases: Mapping[LeaseId, Lease],
@@ -66,6 +68,7 @@ class RolloutDriver:
     ) -> None:
         self._pace = pace
         self.tag = tag
+        self._proof = proof
         self._copies = copies
         self._epoch = epoch
         self._leases = leases
@@ -154,7 +157,11 @@ class RolloutDriver:
                 log.info("announce.failed", inferd=lease.name, error=error.message)
         try:
             self._chronicle.journal.commit(
-                self.tag, self._epoch, self._operation.id, f"{len(self._leases)} inferds prepared"
+                self.tag,
+                self._proof,
+                self._epoch,
+                self._operation.id,
+                f"{len(self._leases)} inferds prepared",
             )
         except ChangeoverError as error:
             self._events.put_nowait(DecisionFailed(error))

@@ -111,7 +111,7 @@ class VersionLoad:
             version.add_copy(device, copy)
         version.config = dict(opened.checkpoint.config)
         version.files = {source.name: source.file for source in opened.checkpoint.tensors}
-        version.verified = opened.verified
+        version.proof = opened.proof
         operation.tag = version.tag
         operation.load_s, operation.verify_s = loaded.load_s, loaded.verify_s
         operation.bytes_replicated, operation.replicate_s = loaded.bytes_replicated, loaded.replicate_s

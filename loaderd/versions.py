@@ -6,12 +6,12 @@ import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from loaderd.chronicle import Chronicle
 from loaderd.damage import Damage
 from loaderd.leases import Lease
 from loaderd.lifecycle import ENDED, VERSION_TABLE, VersionEvent, VersionLife, VersionState
+from loaderd.proof import Proof
 from loaderd.residents import Residents
 from loaderd.slab_table import SlabTable, UserId
 from shared.control import DAMAGED_SHOWN, VersionReport
@@ -21,8 +21,6 @@ from shared.ids import DeviceId, Digest, Epoch, VersionRef, VersionTag
 from shared.layout import Layout
 from shared.messages import Tag
 from shared.resident import ResidentVersion
-
-Verified = Literal["digest", "sealed", "signed"]
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class Version:
     life: VersionLife = field(default_factory=VERSION_TABLE.begin)
     since_ns: int = field(default_factory=time.time_ns)
     copies: dict[DeviceId, ResidentVersion] = field(default_factory=dict)
-    verified: Verified = "digest"
+    proof: Proof = field(default_factory=Proof)
     epoch: Epoch | None = None
     config: Mapping[str, object] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)  # of each tensor, where it was read here
@@ -223,7 +221,7 @@ class VersionTable:
             nbytes=sum(slab.nbytes for slab in layout.slabs),
             shared_bytes=self.slabs.shared_bytes([slab.slab_id for slab in layout.slabs]),
             tensors=len(layout.tensors),
-            verified=version.verified,
+            verified=version.proof.verified,
             epoch=version.epoch,
             damaged=self.damaged(version)[:DAMAGED_SHOWN],
             holders=tuple(holder for holder in holders if holder is not None),

@@ -8,16 +8,19 @@ import os
 import stat
 import tomllib
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
+from shared.config_faults import faults_of, told
 from shared.errors import ConfigError
 
 CONFIG_BYTES = 1 << 20
 """Cap of a configuration file."""
 
-_SHOWN_FAULTS = 10
+MOST_BYTES = 1 << 48
+"""More than any host has; what counts bytes must not be more."""
 
 
 class ConfigModel(BaseModel):
@@ -27,6 +30,18 @@ class ConfigModel(BaseModel):
 
 
 Config = TypeVar("Config", bound=ConfigModel)
+
+
+def _check_path(value: object) -> object:
+    if value == "" or (isinstance(value, str) and "\0" in value):
+        raise PydanticCustomError("path", "expected a path, found {found}", {"found": repr(value)})
+    return value
+
+
+ByteCount = Annotated[int, Field(le=MOST_BYTES)]
+
+ConfigPath = Annotated[Path, BeforeValidator(_check_path)]
+"""A path that is not empty, which would be the current directory."""
 
 
 def load_config(path: Path, model_type: type[Config]) -> Config:
@@ -39,18 +54,17 @@ def load_config(path: Path, model_type: type[Config]) -> Config:
     try:
         data = tomllib.loads(text)
         document = json.dumps(data, default=_dated)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        detail = str(error) or "too deeply nested"
-        raise ConfigError(f"{path}: not TOML: {detail}", file=str(path)) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}", file=str(path)) from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: not TOML: too deeply nested", file=str(path)) from error
+    except ValueError as error:  # Python reads no more digits than 4300
+        raise ConfigError(f"{path}: holds a number of thousands of digits", file=str(path)) from error
     try:
         return model_type.model_validate_json(document, strict=True)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
-        lines = [_fault(dict(fault)) for fault in faults[:_SHOWN_FAULTS]]
-        if len(faults) > _SHOWN_FAULTS:
-            lines.append(f"and {len(faults) - _SHOWN_FAULTS} more")
-        keys = ", ".join(_key(fault["loc"]) for fault in faults[:_SHOWN_FAULTS])
-        raise ConfigError(f"{path}: {'; '.join(lines)}", file=str(path), key=keys) from error
+        faults, keys = told(faults_of(error, json.loads(document)))
+        raise ConfigError(f"{path}: {faults}", file=str(path), key=keys) from error
 
 
 def _read(path: Path) -> str:
@@ -78,17 +92,3 @@ def _dated(value: object) -> str:
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
     raise TypeError(f"TOML has no {type(value).__name__}")
-
-
-def _key(where: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in where) or "(top level)"
-
-
-def _fault(fault: dict[str, object]) -> str:
-    where = fault["loc"]
-    key = _key(where) if isinstance(where, tuple) else str(where)
-    if fault["type"] == "extra_forbidden":
-        return f"{key}: unknown key"
-    if fault["type"] == "missing":
-        return f"{key}: missing"
-    return f"{key}: {fault['msg']}"

@@ -12,6 +12,10 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from shared.messages import Count, DigestText, InFlight, Name, Seconds, Tag, WireError, WireModel
 
+Verified = Literal["digest", "sealed", "signed"]
+"""What a version's bytes were held against when they were loaded: nothing but their own digest from then on,
+the folder's seal, or what a trusted key had signed."""
+
 # --- requests ------------------------------------------------------------------------------------
 
 
@@ -187,7 +191,7 @@ class VersionReport(WireModel):
     nbytes: Count  # of one copy
     shared_bytes: Count = 0  # of nbytes, also used by another version
     tensors: Count
-    verified: Literal["digest", "sealed", "signed"]
+    verified: Verified
     epoch: Count | None = None
     damaged: tuple[str, ...] = ()  # tensors, the first DAMAGED_SHOWN
     holders: tuple[HolderReport, ...] = ()
@@ -301,7 +305,7 @@ class VerifyReport(WireModel):
     """Outcome of hashing the resident bytes of every copy; `damaged` names tensors whose bytes changed."""
 
     tag: Tag
-    against: Literal["digest", "sealed", "signed"]
+    against: Verified
     devices: tuple[str, ...]  # whose copies were hashed
     tensors: Count
     nbytes: Count  # of all copies

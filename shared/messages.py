@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from shared.errors import ChangeoverError, Fact, rebuild_error
 from shared.ids import DIGEST_PATTERN, Digest, VersionRef, VersionTag
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$"
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 DigestText = Annotated[str, Field(pattern=f"^{DIGEST_PATTERN}$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

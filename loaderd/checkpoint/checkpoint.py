@@ -32,7 +32,12 @@ from shared.errors import CheckpointError, UnknownVersion
 ASSET_LIMIT_BYTES = 64 << 20
 """Cap of all config and tokenizer files together."""
 
+CONFIG_LIMIT_BYTES = 8 << 20
+"""Cap of config.json alone, which is parsed."""
+
 SEAL_LIMIT_BYTES = 512 << 20
+
+_CONFIG_ENTRIES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,7 @@ class Checkpoint(Closing):
             self.tensors: tuple[TensorSource, ...] = tuple(sorted(selected, key=lambda tensor: tensor.name))
             self.ignored: tuple[str, ...] = (*ignored, *self._unused_files())
             self.assets: Mapping[str, bytes] = MappingProxyType(self._read_assets())
-            self.config: Mapping[str, object] = MappingProxyType(
-                parse_object(self.assets[CONFIG_FILE], file=CONFIG_FILE)
-            )
+            self.config: Mapping[str, object] = MappingProxyType(parse_config(self.assets[CONFIG_FILE]))
             self._undo = undo.pop_all()
 
     @property
@@ -217,6 +220,13 @@ class Checkpoint(Closing):
         with SourceFile.open(self._folder, name) as source:
             self._identities[name] = source.identity
             return source.read_all(limit_bytes)
+
+
+def parse_config(raw: bytes) -> dict[str, object]:
+    """What config.json says; raises CheckpointError if it is no JSON object, or is out of bounds."""
+    if len(raw) > CONFIG_LIMIT_BYTES:
+        raise CheckpointError(f"has {len(raw)} bytes, {CONFIG_LIMIT_BYTES} are allowed", file=CONFIG_FILE)
+    return parse_object(raw, file=CONFIG_FILE, entries=_CONFIG_ENTRIES)
 
 
 def open_checkpoint(roots: Sequence[Path], name: str) -> Checkpoint:

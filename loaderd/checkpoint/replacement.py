@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
 
-from shared.errors import DriverError
+from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE
+from shared.errors import CheckpointError, DriverError
+
+_TEMPORARY = re.compile(rf"\.({re.escape(SEAL_FILE)}|{re.escape(SIGNATURE_FILE)})\.[0-9a-f]{{16}}")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `replace_file` gives such names to a seal or a signature that is not finished."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def replace_file(folder_fd: int, name: str, data: bytes) -> None:
@@ -24,20 +34,66 @@ def replace_file(folder_fd: int, name: str, data: bytes) -> None:
         )
         try:
             try:
+                _lock(fd)  # until it is closed: tells `remove_temporaries` that the writer lives
                 view = memoryview(data)
                 while view:
                     view = view[os.write(fd, view) :]
                 os.fsync(fd)
+                os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
             finally:
                 os.close(fd)
-            os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         except BaseException:
             os.unlink(temporary, dir_fd=folder_fd)
             raise
-        directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
+        directory = _open_to_list(folder_fd)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
     except OSError as error:
         raise DriverError("write", error.errno or 0, f"{name}: {error.strerror}") from error
+
+
+def remove_temporaries(folder_fd: int) -> None:
+    """Remove the unfinished seals and signatures that killed processes left in the folder.  Blocking.
+
+    Raises CheckpointError for one that a living process writes, DriverError for one that cannot be removed.
+    """
+    directory = _open_to_list(folder_fd)
+    try:
+        for name in filter(is_temporary, sorted(os.listdir(directory))):  # noqa: PTH208 - by fd
+            _remove(directory, name)
+    finally:
+        os.close(directory)
+
+
+def _remove(folder_fd: int, name: str) -> None:
+    try:
+        # For writing, which a lock over NFS takes.
+        fd = os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
+        try:
+            if not _lock(fd):
+                raise CheckpointError("is being written: another seal of this folder runs", file=name)
+            os.unlink(name, dir_fd=folder_fd)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        return  # its writer has just ended
+    except OSError as error:
+        raise DriverError(
+            "unlink", error.errno or 0, f"{name}, which a seal that was killed left: {error.strerror}"
+        ) from error
+
+
+def _lock(fd: int) -> bool:
+    """Whether nobody else has the file locked.  Where the file system has no locks nobody can."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
+
+
+def _open_to_list(folder_fd: int) -> int:
+    """The folder, which may be O_PATH, open for reading; the caller owns the fd."""
+    return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)

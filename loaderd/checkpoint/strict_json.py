@@ -13,8 +13,8 @@ Pairs = tuple[tuple[str, object], ...]
 """A JSON object as its members in order; arrays are lists, so the two cannot be confused."""
 
 _INTEGER_DIGITS = 20
-_MAX_CONTAINERS = 4 * MAX_TENSORS
-_MAX_MEMBERS = 16 * MAX_TENSORS
+_CONTAINERS_PER_ENTRY = 4
+_MEMBERS_PER_ENTRY = 16
 
 
 class _RefusedError(ValueError):
@@ -31,6 +31,7 @@ def parse_pairs(raw: bytes, *, file: str, start_byte: int = 0) -> object:
         raw,
         file,
         start_byte,
+        MAX_TENSORS,
         object_pairs_hook=tuple,
         parse_int=_unsigned,
         parse_float=_refuse_number,
@@ -38,10 +39,10 @@ def parse_pairs(raw: bytes, *, file: str, start_byte: int = 0) -> object:
     )
 
 
-def parse_object(raw: bytes, *, file: str) -> dict[str, object]:
+def parse_object(raw: bytes, *, file: str, entries: int = MAX_TENSORS) -> dict[str, object]:
     """Parse a JSON object (floats allowed); raises CheckpointError, also on a duplicate key or a lone
-    surrogate at any depth."""
-    value = _parse(raw, file, 0, object_pairs_hook=_unique)
+    surrogate at any depth, and for more structure than so many entries could need."""
+    value = _parse(raw, file, 0, entries, object_pairs_hook=_unique)
     if not isinstance(value, dict):
         raise CheckpointError("is not a JSON object", file=file, byte=0)
     escape = raw.lower().find(b"\\ud")  # the only way to a surrogate
@@ -67,14 +68,16 @@ def _parse(
     raw: bytes,
     file: str,
     start_byte: int,
+    entries: int,
     *,
     object_pairs_hook: Callable[..., object],
     **hooks: Callable[[str], object],
 ) -> object:
     # A parsed array or object takes up to thirty times its text: bound their number before parsing.
-    if raw.count(b"[") + raw.count(b"{") > _MAX_CONTAINERS or raw.count(b",") > _MAX_MEMBERS:
+    containers, members = raw.count(b"[") + raw.count(b"{"), raw.count(b",")
+    if containers > _CONTAINERS_PER_ENTRY * entries or members > _MEMBERS_PER_ENTRY * entries:
         raise CheckpointError(
-            f"JSON has more structure than {MAX_TENSORS} tensors could need", file=file, byte=start_byte
+            f"JSON has more structure than {entries} entries could need", file=file, byte=start_byte
         )
     try:
         text = raw.decode("utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -37,7 +38,15 @@ Jobs = Annotated[
         min=1, max=64, metavar="N", help="Threads that hash; as many files side by side.", show_default=False
     ),
 ]
-Hashing = Callable[[HashProgress], Seal]
+
+
+@dataclass(frozen=True, slots=True)
+class _Hashed:
+    """A folder that was read, and with which key it was signed or held against its signature."""
+
+    seal: Seal
+    key_hint: str = ""
+    key_file: Path | None = None
 
 
 def seal(
@@ -74,10 +83,11 @@ def seal(
         directory,
         "sealed and signed" if signing is not None else "sealed",
         "interrupted: no seal was written; an older one is as it was",
-        lambda progress: seal_directory(
-            directory, key=signing, jobs=jobs or _default_jobs(), progress=progress
+        lambda progress: _Hashed(
+            seal_directory(directory, key=signing, jobs=jobs or _default_jobs(), progress=progress),
+            signing.hint if signing is not None else "",
+            key,
         ),
-        key=signing.hint if signing is not None else None,
     )
 
 
@@ -112,19 +122,27 @@ def verify(
     directory = Path(target)
     if not directory.is_dir():
         raise InvalidRequest(f"{target} is not a folder")
+
+    def hashing(progress: HashProgress) -> _Hashed:
+        found = verify_directory(directory, trusted=trusted, jobs=jobs or _default_jobs(), progress=progress)
+        if found.key is None:
+            return _Hashed(found.seal)
+        return _Hashed(found.seal, found.key.hint, found.key.path)
+
     _hash(
         session.terminal,
         directory,
         "verified, signed with a trusted key" if trusted else "verified",
         "interrupted: not everything was verified",
-        lambda progress: verify_directory(
-            directory, trusted=trusted, jobs=jobs or _default_jobs(), progress=progress
-        ),
+        hashing,
     )
 
 
 def _signing_key(terminal: Terminal, path: Path) -> SigningKey:
-    key = SigningKey.read(path, lambda: _passphrase(path))
+    try:
+        key = SigningKey.read(path, lambda: _passphrase(path))
+    except KeyboardInterrupt:
+        _interrupted(terminal, "interrupted: nothing was sealed")
     if key.is_exposed:
         terminal.remark(f"warning: others than its owner can read {path}; chmod 600 it", "yellow")
     return key
@@ -137,7 +155,13 @@ def _passphrase(path: Path) -> str:
         return given
     if not sys.stdin.isatty():
         raise KeyRefused(f"{path}: is encrypted; set {KEY_VARIABLE}, or use a terminal", file=str(path))
-    return getpass(f"passphrase of {printable(str(path))}: ")
+    try:
+        return getpass(f"passphrase of {printable(str(path))}: ")
+    except (EOFError, KeyboardInterrupt) as error:
+        sys.stderr.write("\n")  # ends the line of the prompt
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise KeyRefused(f"{path}: is encrypted, and no passphrase was given", file=str(path)) from None
 
 
 def _verify_resident(session: Session, name: str) -> None:
@@ -160,25 +184,21 @@ def _hash(
     directory: Path,
     done: str,
     interrupted: str,
-    hashing: Hashing,
-    *,
-    key: str | None = None,
+    hashing: Callable[[HashProgress], _Hashed],
 ) -> NoReturn:
     progress = HashProgress(terminal, "hashed")
     try:
         with progress:
-            made = hashing(progress)
+            hashed = hashing(progress)
     except KeyboardInterrupt:
-        terminal.error(interrupted)
-        if terminal.is_json:
-            _result(terminal, ExitCode.INTERRUPTED, interrupted)
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
+        _interrupted(terminal, interrupted)
+    made = hashed.seal
     elapsed_s = progress.elapsed_s
     nbytes = sum(file.nbytes for file in made.files.values())
     if terminal.is_json:
         facts: dict[str, object] = {"files": len(made.files), "tensors": len(made.tensors), "bytes": nbytes}
-        if key is not None:
-            facts["key"] = key
+        if hashed.key_hint:
+            facts |= {"key": hashed.key_hint, "key_file": str(hashed.key_file)}
         where = str(directory)
         _result(terminal, ExitCode.DONE, "", directory=where, digest=made.digest, seconds=elapsed_s, **facts)
     else:
@@ -188,9 +208,16 @@ def _hash(
             "bold green",
         )
         terminal.line(f"  digest   {made.digest}")
-        if key is not None:
-            terminal.line(f"  key      {key}")
+        if hashed.key_hint:
+            terminal.line(f"  key      {hashed.key_hint} ({hashed.key_file})")
     raise typer.Exit(ExitCode.DONE)
+
+
+def _interrupted(terminal: Terminal, message: str) -> NoReturn:
+    terminal.error(message)
+    if terminal.is_json:
+        _result(terminal, ExitCode.INTERRUPTED, message)
+    raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def _result(terminal: Terminal, code: ExitCode, message: str, **fields: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
@@ -15,6 +16,14 @@ from loaderd.signature.check import check_scans, check_signature, unread_files
 from loaderd.signature.keys import TrustedKey
 from shared.digest import LEAF_BYTES, SHA256_BYTES, file_digest, leaf_count
 from shared.errors import CheckpointError, DigestMismatch, InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedFolder:
+    """What a folder that was read holds, and the trusted key that signed it, if it was held against one."""
+
+    seal: Seal
+    key: TrustedKey | None
 
 
 def check_against(checkpoint: Checkpoint, seal: Seal) -> None:
@@ -76,8 +85,8 @@ def verify_directory(
     trusted: Sequence[TrustedKey] = (),
     jobs: int = 1,
     progress: Progress | None = None,
-) -> Seal:
-    """Read everything in `directory` and hold it against its seal; return the seal.
+) -> VerifiedFolder:
+    """Read everything in `directory` and hold it against its seal.
 
     With trusted keys it is held against its signature as well, and need not be sealed: then the seal
     is one made of what was read.  Blocking.  Raises CheckpointError if there is no seal or the folder
@@ -99,7 +108,10 @@ def verify_directory(
             _check_scans(checkpoint, seal, scans)
         if signed is not None:
             check_scans(signed, scans)
-        return assemble_seal(checkpoint, scans) if seal is None else seal
+        return VerifiedFolder(
+            assemble_seal(checkpoint, scans) if seal is None else seal,
+            signed.key if signed is not None else None,
+        )
 
 
 def _check_scans(checkpoint: Checkpoint, seal: Seal, scans: Mapping[str, FileScan]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
+from loaderd.checkpoint.checkpoint import SEAL_LIMIT_BYTES, Checkpoint, open_directory
 from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE, shown
-from loaderd.checkpoint.replacement import replace_file
+from loaderd.checkpoint.replacement import remove_temporaries, replace_file
 from loaderd.seal.document import Seal, SealedFile, SealedTensor, encode_seal, make_seal
 from loaderd.seal.scan import FileScan, Progress, scan_checkpoint
 from loaderd.signature.create import sign_files
@@ -24,10 +24,13 @@ def seal_directory(
 
     With a key, every file of the folder is hashed and a signature over all of them, the seal
     included, is written after the seal.  Blocking.  Raises CheckpointError if the folder is
-    malformed, unfinished or changes meanwhile; then nothing is written and an older seal stays.
+    malformed, unfinished, being sealed already or changes meanwhile; then nothing is written and an
+    older seal stays.
     """
     with open_directory(directory) as checkpoint:
         checkpoint.refuse_unfinished()
+        # They would be signed, and a signed file that is removed later ends the signature.
+        remove_temporaries(checkpoint.borrow_folder_fd())
         tree = checkpoint.tree(_is_ignored) if key is not None else {}
         beside = sorted(tree.keys() - {*checkpoint.files, *checkpoint.documents, SEAL_FILE})
         scans = scan_checkpoint(checkpoint, beside, jobs=jobs, progress=progress)
@@ -36,6 +39,10 @@ def seal_directory(
         if key is not None and (changed := tree.keys() ^ checkpoint.tree(_is_ignored).keys()):
             raise CheckpointError("appeared or went away while it was signed", file=shown(min(changed)))
         text, signature = encode_seal(seal), None
+        if len(text) > SEAL_LIMIT_BYTES:
+            raise CheckpointError(
+                f"would have {len(text)} bytes, {SEAL_LIMIT_BYTES} are allowed", file=SEAL_FILE
+            )
         if key is not None:
             files = {path: scans[path].sha256 for path in beside}
             files |= {name: file.sha256 for name, file in seal.files.items()}

@@ -16,7 +16,11 @@ from loaderd.checkpoint.names import SIGNATURE_FILE, shown
 from loaderd.checkpoint.strict_json import parse_object
 from shared.errors import CheckpointError, SignatureRefused
 
-SIGNATURE_LIMIT_BYTES = 32 << 20
+SIGNATURE_LIMIT_BYTES = 16 << 20
+"""Cap of `model.sig`: room for as many files as a signature may name, with paths of 75 characters."""
+
+_BUNDLE_ENTRIES = 64
+"""More than any bundle's outside has; the statement in it is one text."""
 
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
@@ -61,7 +65,7 @@ def read_bundle(raw: bytes) -> Envelope:
     """Parse `model.sig`; raises SignatureRefused if it is malformed or is not a bundle of one key."""
     if len(raw) > SIGNATURE_LIMIT_BYTES:
         raise refusal(f"has {len(raw)} bytes, at most {SIGNATURE_LIMIT_BYTES} are allowed")
-    bundle = json_object(raw)
+    bundle = json_object(raw, entries=_BUNDLE_ENTRIES)
     members(bundle, "the bundle", required=("mediaType", "verificationMaterial", "dsseEnvelope"))
     if bundle["mediaType"] != MEDIA_TYPE:
         raise refusal(f"is of type {_show(bundle['mediaType'])}, this build reads {MEDIA_TYPE}")
@@ -88,10 +92,11 @@ def refusal(reason: str) -> SignatureRefused:
     return SignatureRefused(reason, file=SIGNATURE_FILE)
 
 
-def json_object(raw: bytes) -> dict[str, object]:
-    """A JSON object without ambiguities; raises SignatureRefused."""
+def json_object(raw: bytes, *, entries: int) -> dict[str, object]:
+    """A JSON object without ambiguities and with no more structure than so many entries need; raises
+    SignatureRefused."""
     try:
-        return parse_object(raw, file=SIGNATURE_FILE)
+        return parse_object(raw, file=SIGNATURE_FILE, entries=entries)
     except CheckpointError as error:
         raise SignatureRefused(error.reason, file=SIGNATURE_FILE, byte=error.byte) from error
 
@@ -134,7 +139,9 @@ def _decoded(value: object, where: str) -> bytes:
         raw = base64.b64decode(value, validate=True)
     except binascii.Error:
         raise refusal(f"{where} is not base64") from None
-    if base64.b64encode(raw).decode("ascii") != value:
+    # Of what the decoder takes, only the length and the unused bits of the last group are free.
+    last = base64.b64encode(raw[-(len(raw) % 3 or 3) :]).decode("ascii")
+    if len(value) != 4 * -(-len(raw) // 3) or value[-4:] != last:
         raise refusal(f"{where} is not canonical base64")
     return raw
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from loaderd.checkpoint.checkpoint import Checkpoint
 from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE, shown
+from loaderd.checkpoint.replacement import is_temporary
 from loaderd.seal.create import assemble_seal
 from loaderd.seal.document import Seal
 from loaderd.seal.scan import FileScan, Progress, scan_checkpoint
@@ -74,7 +75,8 @@ def check_signature(checkpoint: Checkpoint, trusted: Sequence[TrustedKey]) -> Si
             raise SignatureRefused(
                 "is not covered by the signature: the folder was sealed after it was signed", file=path
             )
-        raise SignatureRefused("is in the folder and not in the signature", file=shown(path))
+        left = ": left by a seal that was killed; seal and sign again, or remove it" * is_temporary(path)
+        raise SignatureRefused(f"is in the folder and not in the signature{left}", file=shown(path))
     for path in sorted(statement.files.keys() - found.keys()):
         raise SignatureRefused("is in the signature and not in the folder", file=shown(path))
     if checkpoint.seal_bytes is not None:

@@ -83,7 +83,7 @@ def read_statement(payload: bytes) -> Statement:
     not read, or leaves out a file that would be loaded.
     """
     document = members(
-        json_object(payload),
+        json_object(payload, entries=2 * MAX_RESOURCES),
         "the statement",
         required=("_type", "subject", "predicateType", "predicate"),
     )

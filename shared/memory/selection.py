@@ -45,17 +45,14 @@ def reserve_pool(backend: MemoryBackend, device: DeviceId, pool_bytes: int) -> i
 def choose_devices(backend: MemoryBackend, wanted: Sequence[str] | Literal["all"]) -> tuple[DeviceId, ...]:
     """The devices named by their full ids, in that order, or all that there are.
 
-    Raises ConfigError with the devices there are for an unknown one, and for one that is named twice.
+    Raises ConfigError with the devices there are for an unknown one.
     """
     if wanted == "all":
         devices = backend.devices()
         if not devices:
             raise ConfigError("devices: there are none")
         return devices
-    chosen = tuple(choose_device(backend, each) for each in wanted)
-    if len(set(chosen)) != len(chosen):
-        raise ConfigError(f"devices: {', '.join(chosen)} names one twice")
-    return chosen
+    return tuple(choose_device(backend, each) for each in wanted)
 
 
 def choose_device(backend: MemoryBackend, wanted: str | None) -> DeviceId:

@@ -85,6 +85,31 @@ def test_signed_versions_serve_however_they_were_signed(host: ServingHost, expec
     assert "against what was signed" in host.ctl("verify", "tiny-v1").out
 
 
+def test_after_a_restart_memory_is_signed_as_long_as_its_key_is_trusted(
+    root: Path, keys: KeyPair, stranger: KeyPair
+) -> None:
+    """The journal says what it was held against, its digest that it still is that."""
+
+    def trust(*trusted: KeyPair) -> str:
+        files = ", ".join(f'"{pair.public}"' for pair in trusted)
+        return f'[models.tiny]\nverify = "signed"\ntrusted_keys = [{files}]'
+
+    with serving_host(root, trust(keys)) as host:
+        host.start_loaderd()
+        host.start_inferd()
+        for version in ("v1", "v2"):
+            assert host.push(version).state == "done"
+        for trusted, expected in (((stranger, keys), "signed"), ((stranger,), "digest"), ((keys,), "signed")):
+            host.loaderd_config = trust(*trusted)
+            host.restart_loaderd()
+            host.awaited(host.retained, "both are taken back")
+            assert [verified(host, version) for version in ("v1", "v2")] == [expected, expected]
+        causes = [entry.cause for entry in host.history()]
+        assert causes.count("handed back by inferd a") == 6, "and not read again"
+        assert host.rollback().state == "done"
+        assert verified(host, "v1") == "signed"
+
+
 # --- refused -------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from loaderd import journal as journal_module
 from loaderd.journal import Journal
+from loaderd.proof import Proof
 from shared.errors import ConfigError, ResourceError
 from shared.ids import Digest, Epoch, VersionRef, VersionTag
 
@@ -24,9 +25,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_it_remembers_the_last_two_commits(path: Path) -> None:
     with Journal(path) as journal:
-        journal.commit(_tag("v1"), Epoch(1), "op1", "first")
+        journal.commit(_tag("v1"), Proof(), Epoch(1), "op1", "first")
         journal.append("version.state", model="smollm2", version="v1", cause="x", data={"to": "active"})
-        journal.commit(_tag("v2", "b"), Epoch(2), "op2", "second")
+        journal.commit(_tag("v2", "b"), Proof(), Epoch(2), "op2", "second")
     with Journal(path) as journal:
         committed = journal.recollection.committed["smollm2"]
         assert committed.tag == _tag("v2", "b")
@@ -45,8 +46,8 @@ def test_sequences_go_on_after_a_restart(path: Path) -> None:
 @pytest.mark.parametrize("cut_bytes", [1, 5, 40])
 def test_a_torn_last_line_is_dropped(path: Path, cut_bytes: int) -> None:
     with Journal(path) as journal:
-        journal.commit(_tag("v1"), Epoch(1), "op1", "first")
-        journal.commit(_tag("v2", "b"), Epoch(2), "op2", "second")
+        journal.commit(_tag("v1"), Proof(), Epoch(1), "op1", "first")
+        journal.commit(_tag("v2", "b"), Proof(), Epoch(2), "op2", "second")
     os.truncate(path, path.stat().st_size - cut_bytes)
     with Journal(path) as journal:
         assert journal.recollection.committed["smollm2"].tag == _tag("v1")
@@ -78,7 +79,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was(path: Path, monkeypatch: pytes
 
         monkeypatch.setattr(journal_module.os, "write", half)
         with pytest.raises(ResourceError, match="No space left"):
-            journal.commit(_tag("v1"), Epoch(1), "op", "never decided")
+            journal.commit(_tag("v1"), Proof(), Epoch(1), "op", "never decided")
         monkeypatch.undo()
         assert path.read_bytes() == before
         assert journal.recollection.committed == {}
@@ -93,8 +94,8 @@ def test_a_long_journal_is_shortened_but_keeps_the_commits(
     monkeypatch.setattr(journal_module, "KEEP_ENTRIES", 20)
     monkeypatch.setattr(journal_module, "COMPACT_ABOVE_BYTES", 1000)
     with Journal(path) as journal:
-        journal.commit(_tag("v1"), Epoch(1), "op1", "first")
-        journal.commit(_tag("v2", "b"), Epoch(2), "op2", "second")
+        journal.commit(_tag("v1"), Proof(), Epoch(1), "op1", "first")
+        journal.commit(_tag("v2", "b"), Proof(), Epoch(2), "op2", "second")
         for _ in range(200):
             journal.append("lease.opened", model="smollm2")
         last = journal.append("daemon.stopping").sequence
@@ -112,3 +113,39 @@ def test_newest_is_per_model_and_oldest_first(path: Path) -> None:
             journal.append("version.state", model="a" if number % 2 else "b", cause=str(number))
         assert [entry.cause for entry in journal.newest("a", 5)] == ["1", "3"]
         assert [entry.cause for entry in journal.newest(None, 2)] == ["3", "4"]
+
+
+# --- what was proven -----------------------------------------------------------------------------
+
+
+def test_what_was_proven_is_remembered_of_exactly_that_content(path: Path) -> None:
+    signed, sealed = Proof("signed", "f" * 64), Proof("sealed")
+    with Journal(path) as journal:
+        journal.commit(_tag("v1"), signed, Epoch(1), "op1", "first")
+        journal.commit(_tag("v2", "b"), sealed, Epoch(2), "op2", "second")
+    with Journal(path) as journal:
+        committed = journal.recollection.committed["smollm2"]
+        assert (committed.proof_of(_tag("v1")), committed.proof_of(_tag("v2", "b"))) == (signed, sealed)
+        for other in (_tag("v1", "b"), _tag("v2", "a"), _tag("v3")):
+            assert committed.proof_of(other) == Proof()
+        journal.commit(_tag("v1"), Proof(), Epoch(3), "op3", "loaded again, from a folder without a seal")
+        committed = journal.recollection.committed["smollm2"]
+        assert (committed.proof_of(_tag("v1")), committed.proof_of(_tag("v2", "b"))) == (Proof(), sealed)
+        journal.commit(_tag("v1"), signed, Epoch(4), "op4", "the same again")
+        assert journal.recollection.committed["smollm2"].proof_of(_tag("v1")) == signed
+        assert journal.recollection.committed["smollm2"].proof_of(_tag("v2", "b")) == Proof(), "too long ago"
+
+
+def test_an_older_journal_proves_nothing_but_the_digest(path: Path) -> None:
+    with Journal(path) as journal:
+        data: dict[str, str | int | float] = {"digest": _tag("v1").digest, "epoch": 1}
+        journal.append("commit", model="smollm2", version="v1", data=data)
+    with Journal(path) as journal:
+        assert journal.recollection.committed["smollm2"].proof_of(_tag("v1")) == Proof()
+
+
+def test_a_signature_counts_as_long_as_its_key_is_trusted() -> None:
+    signed = Proof("signed", "a")
+    assert signed.now({"a", "b"}) == signed
+    assert signed.now({"b"}) == signed.now(()) == Proof("digest")
+    assert Proof("sealed").now(()) == Proof("sealed")

@@ -10,6 +10,7 @@ import pytest
 
 from loaderd import journal as journal_module
 from loaderd.journal import Journal
+from loaderd.proof import Proof
 from shared.errors import ConfigError, ResourceError
 from shared.ids import Digest, Epoch, VersionRef, VersionTag
 
@@ -36,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_commit_that_cannot_be_is_refused_at_the_start(path: Path, change: dict[str, object]) -> None:
     """Believed, it would come up in every status and every commit of this loaderd's life."""
     with Journal(path) as journal:
-        journal.commit(TAG, Epoch(1), "op1", "first")
+        journal.commit(TAG, Proof(), Epoch(1), "op1", "first")
         journal.append("daemon.started")
     first, *rest = path.read_text().splitlines(keepends=True)
     path.write_text(json.dumps(json.loads(first) | change) + "\n" + "".join(rest))
@@ -82,7 +83,7 @@ def test_compaction_keeps_the_mode_and_survives_its_own_leftovers(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Journal(path) as journal:
-        journal.commit(TAG, Epoch(1), "op1", "first")
+        journal.commit(TAG, Proof(), Epoch(1), "op1", "first")
     monkeypatch.setattr(journal_module, "COMPACT_ABOVE_BYTES", 10)
     path.with_suffix(".new").write_text("left over")
     with Journal(path) as journal:

@@ -48,7 +48,7 @@ def test_the_only_device_needs_no_choice(tmp_path: Path) -> None:
         ("", "device: choose one of GPU-a, GPU-b, GPU-c"),
         ('device = "GPU-x"', "device 'GPU-x' is not here; there are GPU-a, GPU-b, GPU-c"),
         ('[models.m]\ndevices = ["GPU-x"]', "models.m: device 'GPU-x' is not here; there are GPU-a"),
-        ('[models.m]\ndevices = ["GPU-a", "GPU-a"]', "models.m: devices: GPU-a, GPU-a names one twice"),
+        ('[models.m]\ndevices = ["GPU-a", "GPU-a"]', "models.m.devices: names GPU-a twice"),
         ("[models.m]\ndevices = []", "models.m.devices"),
         ('[models.m]\ndevices = "GPU-a"', "models.m.devices"),
     ],

@@ -18,6 +18,7 @@ from loaderd.chronicle import Chronicle
 from loaderd.journal import Journal
 from loaderd.operations import Operation, Operations
 from loaderd.planning import OpenedCheckpoint
+from loaderd.proof import Proof
 from loaderd.proving import hash_signed
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
@@ -77,9 +78,9 @@ def test_only_what_nothing_else_is_held_against_is_hashed(folder: Path, keys: Ke
     seal_directory(folder, key=keys.signing)
     with opened(folder, keys).checkpoint as checkpoint:
         plain = OpenedCheckpoint(REF, "m-v1", checkpoint, None)
-        assert (plain.is_proven, plain.verified) == (True, "digest")
+        assert (plain.is_proven, plain.proof) == (True, Proof())
     sealed = opened(folder, keys)
-    assert (sealed.is_proven, sealed.verified) == (True, "signed")
+    assert (sealed.is_proven, sealed.proof) == (True, Proof("signed", keys.trusted.hint))
     sealed.close()
     (folder / "README.md").write_text("x")
     seal_directory(folder, key=keys.signing)
@@ -99,7 +100,7 @@ def test_a_folder_without_a_seal_gets_one(
     before = opened(folder, keys)
     after = asyncio.run(hash_signed(operation, before, operations, threading.Event(), Gate()))
     assert (before.seal, after.seal, after.checkpoint is before.checkpoint) == (None, expected, True)
-    assert (after.is_proven or after.seal is not None, after.verified) == (True, "signed")
+    assert (after.is_proven or after.seal is not None, after.proof.verified) == (True, "signed")
     assert events.kinds[1:] == [("operation.stage", "hashing"), ("operation.progress", "hashing")]
     assert (operation.bytes_read, operation.bytes_total) == (0, 0), "the next stage counts anew"
     after.close()

@@ -140,3 +140,71 @@ def test_a_duplicate_tensor_is_refused() -> None:
     raw = encode_seal(SEAL).replace(b'"empty"', b'"long"')
     with pytest.raises(CheckpointError, match="duplicate key 'long'"):
         read_seal(raw)
+
+
+# --- leaves, which are cut out of the text before it is parsed -----------------------------------
+
+
+DIGITS = SEAL.tensors["long"].leaves.hex().encode()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"leaves":', b'"leaves" \r\n\t: '),
+        (b'"leaves":', rb'"le\u0061ves":'),
+        (DIGITS, rb"\u%04x" % DIGITS[0] + DIGITS[1:]),
+    ],
+)
+def test_leaves_are_read_however_they_are_written(old: bytes, new: bytes) -> None:
+    raw = encode_seal(SEAL)
+    assert old in raw
+    assert read_seal(raw.replace(old, new)) == SEAL
+
+
+@pytest.mark.parametrize("name", ["#0", "leaves", 'x"leaves', "x\\", '"leaves":"ab"', "ab" * 40])
+def test_a_tensor_may_have_any_name(name: str) -> None:
+    seal = make_seal(SEAL.files, {name: SEAL.tensors["long"]})
+    assert read_seal(encode_seal(seal)) == seal
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        # A text that looks like a mark, in place of leaves or beside them.
+        (b'"leaves":"%b"', b'"leaves":"#0"', "leaves are not hex"),
+        (b'"leaves":"%b"', b'"leaves":"\\u00230"', "leaves are not hex"),
+        (b'"leaves":"%b"', b'"leaves":"%b","leaves":"#0"', "duplicate key 'leaves'"),
+        (b'"leaves":"%b"', b'"leaves":"%b","leaves":"%b"', "duplicate key 'leaves'"),
+        (b'"leaves":"%b"', b'"leaves":"%b","x\\"leaves":"ab"', "unknown field"),
+        (b'"leaves":"%b"', b'"leaves":"#0","x":{"leaves":"%b"}', "unknown field 'x'"),
+        (b'"leaves":"%b"', b'"leaves":["#0","leaves","%b"]', "leaves are not hex"),
+        # No JSON, also where the leaves that are cut are what made it none.
+        (b'"leaves":"%b"', b'"leaves":"%b', "not valid JSON"),
+        (b'"leaves":"%b"', b'"x"leaves":"%b"', "not valid JSON"),
+        (b'"leaves":"%b"', b'"leaves":"%b""ab"', "not valid JSON"),
+        (b'"leaves":"%b"', b'"leaves":"a%b"', "leaves are not hex"),
+    ],
+)
+def test_leaves_cannot_be_taken_from_elsewhere(old: bytes, new: bytes, reason: str) -> None:
+    digits = SEAL.tensors["long"].leaves.hex().encode()
+    raw = encode_seal(SEAL)
+    assert raw.count(old.replace(b"%b", digits)) == 1
+    with pytest.raises(CheckpointError, match=reason):
+        read_seal(raw.replace(old.replace(b"%b", digits), new.replace(b"%b", digits)))
+
+
+@pytest.mark.parametrize("place", [b'"tensors":{', b'"long":{', b'"leaves":"' + DIGITS + b'"'])
+@pytest.mark.parametrize(
+    ("fault", "reason", "byte"),
+    [(b"\xff", "not UTF-8", 0), (b"?", "not valid JSON", 0), (rb'"\ud800":0,', "lone surrogate", 1)],
+)
+def test_a_fault_is_told_at_its_byte_in_the_whole_text(
+    place: bytes, fault: bytes, reason: str, byte: int
+) -> None:
+    """Before and after leaves that were cut out."""
+    raw = encode_seal(SEAL)
+    at = raw.index(place)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        read_seal(raw[:at] + fault + raw[at:])
+    assert caught.value.byte == at + byte

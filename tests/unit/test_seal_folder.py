@@ -15,7 +15,7 @@ from loaderd.checkpoint import replacement
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.checkpoint.header import TensorSource
 from loaderd.seal import scan as scan_module
-from loaderd.seal.check import check_against, check_tensor, verify_directory
+from loaderd.seal.check import VerifiedFolder, check_against, check_tensor, verify_directory
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
 from loaderd.seal.scan import scan_checkpoint
@@ -87,7 +87,7 @@ def test_a_seal_says_what_the_folder_holds(folder: Path, jobs: int) -> None:
     total = sum((folder / file).stat().st_size for file in SHARDS)
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert verify_directory(folder, jobs=jobs) == seal
+    assert verify_directory(folder, jobs=jobs) == VerifiedFolder(seal, None)
     assert [name.name for name in folder.iterdir() if name.name.startswith(".")] == []
 
 
@@ -378,3 +378,10 @@ def test_a_seal_is_written_through_the_folder_that_was_read(
     seal_directory(folder)
     assert (moved / "seal.json").exists()
     assert not list(folder.iterdir())
+
+
+def test_a_seal_that_nobody_could_read_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaderd.seal.create.SEAL_LIMIT_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"^seal\.json: would have \d+ bytes, 100 are allowed"):
+        seal_directory(folder)
+    assert not (folder / "seal.json").exists()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from loaderd.checkpoint import replacement
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.checkpoint.folder import Folder
+from loaderd.checkpoint.replacement import is_temporary
 from loaderd.config import ModelConfig
 from loaderd.planning import open_checked
 from loaderd.seal import create
@@ -22,7 +28,7 @@ from loaderd.seal.document import Seal, read_seal
 from loaderd.signature.bundle import SIGNATURE_LIMIT_BYTES
 from loaderd.signature.check import SignedFolder, check_signature, prove
 from loaderd.signature.statement import Statement
-from shared.errors import CheckpointError, DigestMismatch, SignatureRefused
+from shared.errors import CheckpointError, DigestMismatch, DriverError, SignatureRefused
 from shared.ids import VersionRef
 from tests.support.signing import (
     KeyPair,
@@ -109,7 +115,10 @@ def test_what_the_reference_signs_is_accepted(
     sign_by_reference(folder, keys)
     assert opened(folder, keys).key.path == keys.public
     assert proven(folder, keys) == expected
-    assert verify_directory(folder, trusted=(keys.trusted,), jobs=2) == expected
+    verified = verify_directory(folder, trusted=(keys.trusted,), jobs=2)
+    assert verified.seal == expected
+    assert verified.key is not None
+    assert verified.key.path == keys.public
 
 
 def test_both_say_the_same_of_one_folder(folder: Path, keys: KeyPair) -> None:
@@ -221,7 +230,7 @@ def test_a_malformed_signature(signed: Path, keys: KeyPair) -> None:
     (signed / "model.sig").unlink()
     with (signed / "model.sig").open("wb") as file:
         file.truncate(SIGNATURE_LIMIT_BYTES + 1)
-    with pytest.raises(CheckpointError, match=r"^model\.sig: has 33554433 bytes, 33554432 are allowed"):
+    with pytest.raises(CheckpointError, match=r"^model\.sig: has 16777217 bytes, 16777216 are allowed"):
         opened(signed, keys)
 
 
@@ -485,3 +494,82 @@ def test_a_folder_that_cannot_be_signed_keeps_its_seal(folder: Path, keys: KeyPa
     with pytest.raises(CheckpointError):
         seal_directory(folder, key=keys.signing)
     assert (folder / "seal.json").read_bytes() == before
+
+
+# --- what a killed seal leaves -------------------------------------------------------------------
+
+LEFT = (".seal.json.0123456789abcdef", ".model.sig.0123456789abcdef")
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_killed_seal_left_is_not_signed(folder: Path, keys: KeyPair, left: str) -> None:
+    (folder / left).write_text("half of")
+    (folder / ".seal.json.backup").write_text("someone's own")
+    seal_directory(folder, key=keys.signing)
+    assert not (folder / left).exists()
+    names = {resource["name"] for resource in payload_of(folder)["predicate"]["resources"]}
+    assert ".seal.json.backup" in names
+    assert left not in names
+    proven(folder, keys)
+    assert verify_by_reference(folder, keys).returncode == 0
+
+
+def test_a_seal_that_is_killed_leaves_a_file_that_the_next_one_removes(folder: Path, keys: KeyPair) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from loaderd.seal.create import seal_directory\n"
+        "os.rename = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "seal_directory(Path(sys.argv[1]))\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(folder)], check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path for path in folder.iterdir() if is_temporary(path.name)]
+    seal_directory(folder)
+    assert not [path for path in folder.iterdir() if is_temporary(path.name)]
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_living_seal_writes_is_let_alone(folder: Path, keys: KeyPair, left: str) -> None:
+    with (folder / left).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match=r"is being written: another seal of this folder runs$"):
+            seal_directory(folder, key=keys.signing)
+    assert (folder / left).exists()
+    assert not (folder / "model.sig").exists()
+
+
+def test_a_file_is_locked_while_it_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step that takes long, and until it has its name."""
+    seen: list[str] = []
+
+    def spy(call: str) -> None:
+        real = getattr(os, call)
+
+        def checked(*args: object, **kwargs: object) -> object:
+            for path in filter(lambda path: is_temporary(path.name), folder.iterdir()):
+                with path.open("r+") as file, pytest.raises(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                seen.append(call)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(replacement.os, call, checked)
+
+    for call in ("write", "fsync", "rename"):
+        spy(call)
+    seal_directory(folder)
+    assert seen == ["write", "fsync", "rename"]
+
+
+def test_what_cannot_be_removed_is_told(folder: Path, keys: KeyPair) -> None:
+    (folder / LEFT[0]).mkdir()
+    with pytest.raises(DriverError, match=r"which a seal that was killed left: Is a directory$"):
+        seal_directory(folder, key=keys.signing)
+
+
+def test_what_a_later_seal_left_in_a_signed_folder_is_named(signed: Path, keys: KeyPair) -> None:
+    (signed / LEFT[0]).write_text("half of")
+    assert refusal(signed, keys) == (
+        f"{LEFT[0]}: is in the folder and not in the signature: left by a seal that was killed; seal and "
+        "sign again, or remove it"
+    )

@@ -162,9 +162,11 @@ def test_trusted_keys_are_read_with_the_file(tmp_path: Path, keys: KeyPair) -> N
         ("sealed", '["{public}"]', "", "are of no use without each other"),
         ("signed", '["/no/key.pem"]', ".trusted_keys.0", "/no/key.pem: No such file or directory"),
         ("signed", '["{public}", "{private}"]', ".trusted_keys.1", "holds a private key"),
-        ("signed", '["{public}", 7]', ".trusted_keys.1", "Input should be the path of a PEM file"),
-        ("signed", '"{public}"', ".trusted_keys", "Input should be"),
-        ("trust", None, ".verify", "Input should be 'digest', 'sealed' or 'signed'"),
+        ("signed", '["{public}", 7]', ".trusted_keys.1", "expected the path of a PEM file"),
+        ("signed", '["{public}", "{public}"]', ".trusted_keys", "key.pub.pem hold the same key"),
+        ("signed", '["-----BEGIN PRIVATE KEY-----"]', ".trusted_keys.0", "found what is in one"),
+        ("signed", '"{public}"', ".trusted_keys", "expected a list, found text"),
+        ("trust", None, ".verify", "expected 'digest', 'sealed' or 'signed', found 'trust'"),
     ],
 )
 def test_a_fault_of_a_key_is_named(

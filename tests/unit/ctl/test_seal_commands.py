@@ -158,12 +158,25 @@ def test_a_folder_is_sealed_and_signed(tmp_path: Path, folder: Path, keys: KeyPa
     sealed = run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
     assert (sealed.code, sealed.stderr) == (0, "")
     assert sealed.stdout.splitlines()[-3].startswith("sealed and signed: tiny-v1, 2 tensors, 4 files, ")
-    assert sealed.stdout.splitlines()[-1] == f"  key      {keys.trusted.hint}"
+    assert sealed.stdout.splitlines()[-1] == f"  key      {keys.trusted.hint} ({keys.private})"
     verified = run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public))
     assert (verified.code, verified.stderr) == (0, "")
-    assert verified.stdout.splitlines()[-2].startswith("verified, signed with a trusted key: tiny-v1, ")
+    assert verified.stdout.splitlines()[-3].startswith("verified, signed with a trusted key: tiny-v1, ")
+    assert verified.stdout.splitlines()[-1] == f"  key      {keys.trusted.hint} ({keys.public})"
     result = run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private), "--json").json_lines[-1]
-    assert result["key"] == keys.trusted.hint
+    assert (result["key"], result["key_file"]) == (keys.trusted.hint, str(keys.private))
+
+
+def test_the_key_that_a_folder_was_verified_with_is_told(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
+    """Of several that are trusted, the one that signed; without any, none."""
+    other = make_keys(tmp_path / "keys", "other")
+    run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
+    trusted = ("--key", str(other.public), "--key", str(keys.public))
+    result = run(tmp_path, "verify", "tiny-v1/", *trusted, "--json").json_lines[-1]
+    assert (result["key"], result["key_file"]) == (keys.trusted.hint, str(keys.public))
+    unasked = run(tmp_path, "verify", "tiny-v1/", "--json").json_lines[-1]
+    assert {"key", "key_file"}.isdisjoint(unasked)
+    assert "  key  " not in run(tmp_path, "verify", "tiny-v1/").stdout
 
 
 def test_a_signature_by_another_key(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
@@ -248,3 +261,29 @@ def test_a_passphrase_is_asked_for_and_not_shown(tmp_path: Path, folder: Path) -
     assert ran.code == 0
     assert "sealed and signed: tiny-v1" in ran.screen
     assert "sesame" not in ran.screen
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        (b"\x04", 2, "error: {key}: is encrypted, and no passphrase was given"),
+        (b"\x03", 130, "error: interrupted: nothing was sealed"),
+        (b"\n", 2, "error: {key}: cannot be decrypted with this passphrase"),
+    ],
+    ids=["ctrl-d", "ctrl-c", "nothing"],
+)
+@pytest.mark.parametrize("is_json", [False, True])
+def test_no_passphrase_is_typed(
+    tmp_path: Path, folder: Path, typed: bytes, code: int, said: str, is_json: bool
+) -> None:
+    keys = make_keys(tmp_path / "keys", passphrase="open sesame")
+    command = ("seal", "tiny-v1", "--key", str(keys.private), *(["--json"] if is_json else []))
+    terminal = OnTerminal.spawn(tmp_path, *command)
+    terminal.read_until("passphrase of ")
+    os.write(terminal.master, typed)
+    ran = terminal.finish()
+    assert ran.code == code
+    assert f"\n{said.format(key=keys.private)}\n" in ran.screen
+    assert not is_json or f'"exit_code":{code}' in ran.screen
+    assert "Abort" not in ran.screen
+    assert not (folder / "seal.json").exists()

@@ -40,6 +40,7 @@ def test_after_a_restart_each_device_gets_its_copy_back_from_its_own_inferd(run:
         assert host.serving() == {"a": tag, "b": tag}
         assert (host.backend.read_bytes, host.backend.calls["copy"]) == (0, 0)
         assert host.used() == {A: 2 * VERSION_BYTES, B: 2 * VERSION_BYTES}
+        assert {version.verified for version in (await host.status()).versions} == {"sealed"}
         report = await host.rollback()
         assert (report.state, report.inferds_committed) == ("done", 2)
         await host.until_serving("v1")
