@@ -20,7 +20,6 @@ class PlacementRules:
     """Sizes that placement keeps to."""
 
     slab_bytes: int = 1 << 30  # a slab grows up to this; a larger tensor gets a slab of its own
-    read_bytes: int = 8 << 20  # most bytes of one read
     granularity_bytes: int = 2 << 20  # slab sizes are multiples of this
     max_dead_ratio: float = 1.0  # bytes kept alive only by their neighbours, per byte of the version
 
@@ -36,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ReadExtent:
-    """One read: bytes of one tensor from a file into a new slab."""
+    """Bytes of one tensor, all or a part, from a file into a new slab."""
 
     file: str
     file_offset: int
@@ -64,7 +63,7 @@ class Placement:
     slabs: tuple[int, ...]  # sizes of the new slabs in bytes
     shared_slabs: tuple[SlabId, ...]
     places: Mapping[str, Place]
-    reads: tuple[ReadExtent, ...]  # by file and offset
+    reads: tuple[ReadExtent, ...]  # whole tensors, by file and offset
     shared: tuple[SharedTensor, ...]  # by name
     bytes_to_read: int
     bytes_to_share: int  # distinct resident bytes
@@ -117,7 +116,7 @@ def place(
         spot = by_content.get(content)
         if spot is None:
             spot = packing.add(tensor.nbytes)
-            reads.extend(_extents(tensor, spot, rules.read_bytes))
+            reads.append(ReadExtent(tensor.file, tensor.file_offset, *spot, tensor.nbytes, tensor.name))
             if digest is not None:
                 by_content[content] = spot
         own[tensor.name] = spot
@@ -211,21 +210,6 @@ class _Packing:
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each slab."""
         return tuple(_round_up(end, self._rules.granularity_bytes) for end in self._ends)
-
-
-def _extents(tensor: TensorSource, spot: tuple[int, int], read_bytes: int) -> list[ReadExtent]:
-    slab, offset = spot
-    return [
-        ReadExtent(
-            tensor.file,
-            tensor.file_offset + start,
-            slab,
-            offset + start,
-            min(read_bytes, tensor.nbytes - start),
-            tensor.name,
-        )
-        for start in range(0, tensor.nbytes, read_bytes)
-    ]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def reads(self) -> tuple[ReadExtent, ...]:
-        """Reads by file and offset."""
+        """What is read, by file and offset."""
         return self.placement.reads
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from loaderd.placement import Placement, ReadExtent
 from shared.errors import InvariantError
@@ -61,11 +62,11 @@ class ReadRun:
 
 
 def read_runs(extents: Iterable[ReadExtent], run_bytes: int) -> list[ReadRun]:
-    """Neighbours in a file and in a slab together, up to `run_bytes`: a thousand small tensors are a few
-    reads.  Extents come by slab, file and offset."""
+    """Parts of extents, and neighbours in a file and in a slab together, up to `run_bytes`: a large tensor is
+    many reads, a thousand small ones are a few.  Extents come by slab, file and offset."""
     runs: list[list[ReadExtent]] = []
     nbytes = 0
-    for extent in extents:
+    for extent in chain.from_iterable(_parts(extent, run_bytes) for extent in extents):
         before = runs[-1][-1] if runs else None
         is_next = before is not None and (before.slab, before.file, before.file_offset + before.nbytes) == (
             extent.slab,
@@ -81,19 +82,34 @@ def read_runs(extents: Iterable[ReadExtent], run_bytes: int) -> list[ReadRun]:
     return [ReadRun(tuple(run)) for run in runs]
 
 
+def _parts(extent: ReadExtent, most_bytes: int) -> Iterator[ReadExtent]:
+    if extent.nbytes <= most_bytes:
+        yield extent
+        return
+    for start in range(0, extent.nbytes, most_bytes):
+        yield replace(
+            extent,
+            file_offset=extent.file_offset + start,
+            slab_offset=extent.slab_offset + start,
+            nbytes=min(most_bytes, extent.nbytes - start),
+        )
+
+
 @dataclass(slots=True)
 class _SlabReads:
     """The reads of one slab."""
 
     index: int
-    runs: list[ReadRun]
+    extents: list[ReadExtent]
+    runs: list[ReadRun] = field(default_factory=list)  # once it is begun: some thousands in all
     taken: int = 0
     finished: int = 0
-    nbytes: int = field(init=False)
     crcs: dict[int, list[int]] = field(default_factory=dict)  # by run
 
-    def __post_init__(self) -> None:
-        self.nbytes = sum(run.nbytes for run in self.runs)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all extents."""
+        return sum(extent.nbytes for extent in self.extents)
 
     @property
     def under_way(self) -> int:
@@ -114,13 +130,14 @@ class ReadSchedule:
         extents: list[list[ReadExtent]] = [[] for _ in placement.slabs]
         for extent in placement.reads:
             extents[extent.slab].append(extent)
-        self._slabs = [_SlabReads(index, read_runs(each, run_bytes)) for index, each in enumerate(extents)]
-        empty = [slab.index for slab in self._slabs if not slab.runs]
+        self._slabs = [_SlabReads(index, each) for index, each in enumerate(extents)]
+        empty = [slab.index for slab in self._slabs if not slab.extents]
         if empty:
             raise InvariantError(f"nothing is read into slab {empty[0]}")
         # What is hashed after the last byte came is the smallest, and the others are done by then.
         self._slabs_to_read = sorted(self._slabs, key=lambda slab: -slab.nbytes)
         self._combine = combine
+        self._run_bytes = run_bytes
         self._slabs_at_once = slabs_at_once
         self._begun: list[_SlabReads] = []  # those that have runs to hand out
         self._untouched = deque(self._slabs_to_read)
@@ -133,7 +150,9 @@ class ReadSchedule:
     def take(self) -> tuple[int, ReadRun] | None:
         """The run to read next, with its number in its slab; None when all were handed out."""
         while len(self._begun) < self._slabs_at_once and self._untouched:
-            self._begun.append(self._untouched.popleft())
+            slab = self._untouched.popleft()
+            slab.runs = read_runs(slab.extents, self._run_bytes)
+            self._begun.append(slab)
         if not self._begun:
             return None
         slab = min(self._begun, key=self._spread if self._untouched else self._nearly_full)

@@ -166,7 +166,7 @@ class CudaBackend:
         self._legacy_ipc = legacy_ipc
         self._slots = (slot_bytes, slots_per_thread)
         cores = os.cpu_count() or 1
-        # An eighth of the cores is left to those who hash, submit copies and serve: reading takes all it gets.
+        # An eighth of the cores is left to who hashes, submits copies and serves: reading takes all it gets.
         self._readers = readers or min(MOST_READERS, cores - cores // 8)
         self._hashers_per_device = hashers_per_device
         self._staging: dict[DeviceId, _native.CudaStaging] = {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import cycle, islice, pairwise
 
 import pytest
 from hypothesis import given
@@ -17,14 +18,31 @@ from shared._native import crc32_combine
 from shared.errors import InvariantError
 from tests.property.test_plan_placement import SETTINGS, Version, rule_sets, versions
 
+BLOCK = random.Random(0).randbytes(4099)
+
 
 def in_files(extent: ReadExtent) -> tuple[str, int]:
     return extent.file, extent.file_offset
 
 
 def content(extent: ReadExtent) -> bytes:
-    """Other bytes for each place of a file."""
-    return random.Random(f"{extent.file} {extent.file_offset}").randbytes(extent.nbytes)
+    """Other bytes for each file, and for each place of it."""
+    start = (extent.file_offset + zlib.crc32(extent.file.encode())) % len(BLOCK)
+    return bytes(islice(cycle(BLOCK), start, start + extent.nbytes))
+
+
+def joined(extents: Iterable[ReadExtent]) -> list[tuple[str, int, int, int, int, str]]:
+    """Extents put together where one goes on where another ends, in the file and in the slab."""
+    whole: list[tuple[str, int, int, int, int, str]] = []
+    for extent in sorted(extents, key=in_files):
+        row = (extent.file, extent.file_offset, extent.slab, extent.slab_offset, extent.nbytes, extent.tensor)
+        if whole:
+            file, offset, slab, slab_offset, nbytes, tensor = whole[-1]
+            if (file, offset + nbytes, slab, slab_offset + nbytes, tensor) == (*row[:4], row[5]):
+                row = (file, offset, slab, slab_offset, nbytes + extent.nbytes, tensor)
+                whole.pop()
+        whole.append(row)
+    return whole
 
 
 @SETTINGS
@@ -46,7 +64,10 @@ def test_slabs_complete_one_by_one_with_the_checksums_of_their_tensors(
     schedule = ReadSchedule(placement, crc32_combine, run_bytes=run_bytes, slabs_at_once=at_once)
     under_way: list[tuple[int, ReadRun]] = []
     taken: list[ReadRun] = []
-    left = [sum(extent.slab == slab for extent in placement.reads) for slab in range(len(placement.slabs))]
+    left = [
+        sum(extent.nbytes for extent in placement.reads if extent.slab == slab)
+        for slab in range(len(placement.slabs))
+    ]
     found: dict[str, int] = {}
     completed: list[int] = []
     while True:
@@ -57,7 +78,7 @@ def test_slabs_complete_one_by_one_with_the_checksums_of_their_tensors(
         if not under_way:
             break
         number, run = under_way.pop(chance.randrange(len(under_way)))
-        left[run.slab] -= len(run.extents)
+        left[run.slab] -= run.nbytes
         filled = schedule.finish(number, run, [zlib.crc32(content(extent)) for extent in run.extents])
         assert (filled is not None) == (left[run.slab] == 0)
         if filled is not None:
@@ -66,18 +87,16 @@ def test_slabs_complete_one_by_one_with_the_checksums_of_their_tensors(
     assert sorted(completed) == list(range(len(placement.slabs)))
     assert found == expected
     for run in taken:
-        assert run.nbytes <= run_bytes or len(run.extents) == 1
+        assert run.nbytes <= run_bytes
         assert all(a.file_offset + a.nbytes == b.file_offset for a, b in pairwise(run.extents))
         assert {(extent.file, extent.slab) for extent in run.extents} == {(run.file, run.slab)}
-    assert sorted(placement.reads, key=in_files) == sorted(
-        (e for run in taken for e in run.extents), key=in_files
-    )
+    assert joined(extent for run in taken for extent in run.extents) == joined(placement.reads)
 
 
-def small(nbytes: int, extent_bytes: int = 100) -> Placement:
-    """One tensor in extents."""
+def small(nbytes: int) -> Placement:
+    """One tensor."""
     tensor = TensorSource("w", "U8", (nbytes,), nbytes, "a", 8)
-    return place([tensor], {}, Residents(), PlacementRules(read_bytes=extent_bytes))
+    return place([tensor], {}, Residents(), PlacementRules())
 
 
 def test_a_run_is_finished_once() -> None:
@@ -91,7 +110,7 @@ def test_a_run_is_finished_once() -> None:
 
 def test_readers_spread_over_slabs() -> None:
     tensors = [TensorSource(name, "U8", (400,), 400, "a", 8 + 400 * i) for i, name in enumerate("abc")]
-    placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=400, read_bytes=100))
+    placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=400))
     schedule = ReadSchedule(placement, crc32_combine, run_bytes=100, slabs_at_once=2)
     order = [work[1].slab for _ in range(4) if (work := schedule.take())]
     assert order == [0, 1, 0, 1]
@@ -101,7 +120,7 @@ def test_what_is_complete_last_is_the_smallest() -> None:
     sizes = {"a": 100, "b": 400, "c": 300}
     starts = {"a": 8, "b": 108, "c": 508}
     tensors = [TensorSource(name, "U8", (size,), size, "f", starts[name]) for name, size in sizes.items()]
-    placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=100, read_bytes=100))
+    placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=100))
     schedule = ReadSchedule(placement, crc32_combine, run_bytes=100)
     taken = [work[1].slab for _ in range(8) if (work := schedule.take())]
     assert taken == [1] * 4 + [2] * 3 + [0]
@@ -110,7 +129,7 @@ def test_what_is_complete_last_is_the_smallest() -> None:
 
 def test_the_last_slabs_fill_one_after_the_other() -> None:
     tensors = [TensorSource(name, "U8", (400,), 400, "a", 8 + 400 * i) for i, name in enumerate("abc")]
-    placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=400, read_bytes=100))
+    placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=400))
     schedule = ReadSchedule(placement, crc32_combine, run_bytes=100, slabs_at_once=3)
     order, under_way = [], []
     while work := schedule.take():
@@ -125,5 +144,7 @@ def test_the_last_slabs_fill_one_after_the_other() -> None:
 
 
 def test_a_byte_belongs_to_the_extent_that_has_it() -> None:
-    (run,) = read_runs(small(250).reads, 1000)
-    assert [run.extent_at(byte).file_offset for byte in (8, 107, 108, 257, 258)] == [8, 8, 108, 208, 8]
+    (whole,) = small(256).reads
+    parts = [part for run in read_runs([whole], 100) for part in run.extents]
+    run = ReadRun(tuple(parts))
+    assert [run.extent_at(byte).file_offset for byte in (8, 107, 108, 263, 264)] == [8, 8, 108, 208, 8]

@@ -16,6 +16,7 @@ from loaderd.crew import Crew
 from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import Loaded, load_and_verify
 from loaderd.placement import PlacementRules, place
+from loaderd.read_schedule import read_runs
 from loaderd.residents import Residents
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
@@ -33,12 +34,13 @@ from shared.resident import check_identity
 from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeSlab, FakeWritableSlab
 
 REF = VersionRef("toy", "v1")
-RULES = PlacementRules(slab_bytes=256 << 10, read_bytes=64 << 10, granularity_bytes=4096)
+RUN_BYTES = 64 << 10
+RULES = PlacementRules(slab_bytes=256 << 10, granularity_bytes=4096)
 
 
 @pytest.fixture(autouse=True)
 def _runs_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loaderd.filling.RUN_BYTES", RULES.read_bytes)
+    monkeypatch.setattr("loaderd.filling.RUN_BYTES", RUN_BYTES)
 
 
 @pytest.fixture
@@ -246,10 +248,10 @@ def test_a_difference_ends_the_reading(
     monkeypatch.setattr(Crew, "_guarded", guarded)
     backend.before_read = hold
     with open_directory(folder) as checkpoint:
-        extents = len(place(checkpoint.tensors, {}, Residents(), RULES).reads)
+        runs = len(read_runs(place(checkpoint.tensors, {}, Residents(), RULES).reads, RUN_BYTES))
         with pytest.raises(DigestMismatch, match="damaged on the way"):
             _load(checkpoint, backend)
-    assert backend.calls["read"] < extents
+    assert backend.calls["read"] < runs
 
 
 def test_reads_and_hashes_are_paced(folder: Path, backend: FakeBackend) -> None:

@@ -17,7 +17,7 @@ from shared.ids import HOST_DEVICE, Digest, SlabId
 from shared.layout import Layout, SlabEntry, TensorEntry
 
 KIB = 1024
-RULES = PlacementRules(slab_bytes=64 * KIB, read_bytes=8 * KIB, granularity_bytes=KIB)
+RULES = PlacementRules(slab_bytes=64 * KIB, granularity_bytes=KIB)
 CONFIG: Mapping[str, object] = {"model_type": "tiny", "hidden_size": 8}
 ASSETS = {"config.json": file_digest(b"{}"), "tokenizer.json": file_digest(b"t")}
 FREE = DeviceMemory(free_bytes=1 << 30)
@@ -286,13 +286,6 @@ def test_tensors_start_at_multiples_of_256_and_slabs_end_at_the_granularity() ->
     placement = place(in_one_file({"a": 1, "b": 257, "c": 5}), {}, Residents(), RULES)
     assert [p.offset_bytes for p in placement.places.values()] == [0, 256, 768]
     assert placement.slabs == (KIB,)
-
-
-def test_reads_are_cut_to_the_extent() -> None:
-    placement = place([source("a", 20 * KIB + 1, 7)], {}, Residents(), RULES)
-    assert [(r.file_offset, r.slab_offset, r.nbytes) for r in placement.reads] == [
-        (7, 0, 8 * KIB), (7 + 8 * KIB, 8 * KIB, 8 * KIB), (7 + 16 * KIB, 16 * KIB, 4 * KIB + 1),
-    ]  # fmt: skip
 
 
 def test_aliases_are_read_once_and_count_once() -> None:

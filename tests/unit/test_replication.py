@@ -40,7 +40,7 @@ from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeWritable
 
 A, B, C = DeviceId("GPU-a"), DeviceId("GPU-b"), DeviceId("GPU-c")
 REF = VersionRef("toy", "v1")
-RULES = PlacementRules(slab_bytes=128 << 10, read_bytes=64 << 10, granularity_bytes=4096)
+RULES = PlacementRules(slab_bytes=128 << 10, granularity_bytes=4096)
 TENSORS = 6
 """Each in a slab of its own."""
 
@@ -184,7 +184,7 @@ def test_a_shared_slab_is_brought_to_a_device_that_lacks_it(folder: Path, backen
     reads = backend.calls["read"]
     loaded = _load(folder, backend, (B, A), beside=[old.copies[A]])
     assert backend.calls["read"] == reads
-    assert loaded.copies[A].slabs == old.copies[A].slabs
+    assert set(loaded.copies[A].slabs) == set(old.copies[A].slabs)
     check_identity(loaded.copies[B], hash_bytes=True)
     assert {slab.entry.device for slab in loaded.new_slabs} == {B}
     _close([*old.new_slabs, *loaded.new_slabs])

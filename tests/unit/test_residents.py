@@ -15,7 +15,7 @@ from tests.unit.test_plan_push import in_one_file
 
 KIB = 1024
 A, B, C = DeviceId("GPU-a"), DeviceId("GPU-b"), DeviceId("GPU-c")
-RULES = PlacementRules(slab_bytes=64 * KIB, read_bytes=8 * KIB, granularity_bytes=KIB)
+RULES = PlacementRules(slab_bytes=64 * KIB, granularity_bytes=KIB)
 SIZES = {"a": 4 * KIB, "b": 4 * KIB}
 
 
