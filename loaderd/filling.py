@@ -76,6 +76,7 @@ class Filling:
     def read(self, crew: Crew) -> None:
         """Read extents until none is left, each once its slab is allocated.  Raises CheckpointError where a
         file ends early or cannot be read, Superseded where the crew is to end."""
+        self._backend.stay_near(self._device)
         while True:
             with self._lock:
                 taken = self._schedule.take()

@@ -31,6 +31,7 @@ inline constexpr int kAttributeComputeMajor = 75;
 inline constexpr int kAttributeComputeMinor = 76;
 inline constexpr int kAttributeVirtualMemory = 102;
 inline constexpr int kAttributePosixFd = 103;
+inline constexpr int kAttributeHostNumaNode = 134;
 
 struct Uuid {
   unsigned char bytes[16];

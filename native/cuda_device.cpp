@@ -85,6 +85,12 @@ cuda::AllocationProperties CudaDevice::allocation_properties() const noexcept {
   return properties;
 }
 
+int CudaDevice::numa_node() const noexcept {
+  int node = -1;
+  const auto& ask = CudaDriver::get().device_get_attribute;
+  return ask.attempt(&node, cuda::kAttributeHostNumaNode, device_) == cuda::kSuccess ? node : -1;
+}
+
 std::uint64_t CudaDevice::granularity_bytes() {
   const ContextScope scope(*this);
   const std::lock_guard lock(mutex_);

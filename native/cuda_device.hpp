@@ -45,6 +45,8 @@ class CudaDevice {
   bool has_posix_fds() const noexcept { return has_posix_fds_; }
   // Whether its copies and kernels can use memory of `other` directly.
   bool can_reach(const CudaDevice& other) const;
+  // Of the host, nearest to the device; -1 where neither the host nor the driver (before 12.2) tells.
+  int numa_node() const noexcept;
   // What sizes of physical allocations are multiples of.
   std::uint64_t granularity_bytes();
 

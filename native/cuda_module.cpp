@@ -119,6 +119,7 @@ void bind_cuda(nb::module_& m) {
   m.def("cuda_device_ordinal", [](const std::string& uuid) { return CudaDevice::find(uuid).ordinal(); }, "uuid"_a);
   m.def("cuda_has_posix_fds", [](const std::string& uuid) { return CudaDevice::find(uuid).has_posix_fds(); },
         "uuid"_a);
+  m.def("cuda_numa_node", [](const std::string& uuid) { return CudaDevice::find(uuid).numa_node(); }, "uuid"_a);
   m.def("cuda_granularity", [](const std::string& uuid) { return CudaDevice::find(uuid).granularity_bytes(); },
         "uuid"_a, nb::call_guard<ReleaseGil>());
   m.def("cuda_memory", &device_memory, "uuid"_a, nb::call_guard<ReleaseGil>());

@@ -110,6 +110,9 @@ def cuda_device_ordinal(uuid: str) -> int:
 def cuda_has_posix_fds(uuid: str) -> bool:
     """Whether the device's memory can be sent as fds."""
 
+def cuda_numa_node(uuid: str) -> int:
+    """The host's NUMA node nearest to a device; -1 where it is not known."""
+
 def cuda_granularity(uuid: str) -> int:
     """Sizes of slabs are multiples of this."""
 

@@ -148,6 +148,11 @@ class MemoryBackend(Protocol):
         """How many threads read the files of a load: no more than bring anything."""
         ...
 
+    def stay_near(self, device: DeviceId) -> None:
+        """Keep the calling thread, for as long as it lives, to the processors that are nearest to `device`,
+        where that makes a difference."""
+        ...
+
     @property
     def hashers_per_device(self) -> int:
         """How many threads hash and copy what a load has read: enough to keep up, for more only get in the

@@ -27,6 +27,7 @@ from shared.ids import DeviceId, SlabId
 from shared.layout import SlabEntry
 from shared.memory.backend import Slab
 from shared.memory.native_slab import FillableSlab, ReadableSlab
+from shared.memory.numa import near_processors
 from shared.memory.nvrtc import nvrtc_libraries
 from shared.memory.pool import PIECE_BYTES, Pool
 from shared.memory.ranges import check_same_size
@@ -187,6 +188,13 @@ class CudaBackend:
     @property
     def readers(self) -> int:
         return self._readers
+
+    def stay_near(self, device: DeviceId) -> None:
+        """Pinned slots are then on the device's side of the host too, for the thread that makes them touches
+        them first.  Not where the node has fewer processors than there are readers: they are needed more."""
+        near = near_processors(_native.cuda_numa_node(device))
+        if len(near) >= self._readers:
+            os.sched_setaffinity(0, near)  # of this thread
 
     @property
     def hashers_per_device(self) -> int:

@@ -153,6 +153,9 @@ class HostBackend:
     def readers(self) -> int:
         return min(MOST_READERS, os.cpu_count() or 1)
 
+    def stay_near(self, device: DeviceId) -> None:
+        """Files and slabs may be on any node."""
+
     @property
     def hashers_per_device(self) -> int:
         return os.cpu_count() or 1

@@ -254,6 +254,14 @@ def test_a_difference_ends_the_reading(
     assert backend.calls["read"] < runs
 
 
+def test_readers_stay_near_the_device_they_read_into(folder: Path, backend: FakeBackend) -> None:
+    with open_directory(folder) as checkpoint:
+        loaded = _load(checkpoint, backend)
+    assert backend.near == [slab.entry.device for slab in loaded.new_slabs[:1]] * backend.readers
+    for slab in loaded.new_slabs:
+        slab.close()
+
+
 def test_reads_and_hashes_are_paced(folder: Path, backend: FakeBackend) -> None:
     class Meter:
         def __init__(self) -> None:

@@ -291,6 +291,7 @@ class FakeBackend:
         self.before_read: Callable[[SlabId], None] | None = None
         self.batch_bytes = 0
         self.read_bytes = 0  # from files
+        self.near: list[DeviceId] = []  # what each reading thread stays near
         self._failures: dict[tuple[Operation, int], ChangeoverError] = {}
 
     @property
@@ -308,6 +309,9 @@ class FakeBackend:
     @property
     def readers(self) -> int:
         return 4
+
+    def stay_near(self, device: DeviceId) -> None:
+        self.near.append(device)
 
     @property
     def hashers_per_device(self) -> int:
