@@ -44,8 +44,12 @@ std::uint32_t update_portable(std::span<const std::byte> bytes, std::uint32_t st
 std::uint32_t update(std::span<const std::byte> bytes, std::uint32_t state, CrcIsa isa) noexcept {
 #if defined(__x86_64__)
   const std::size_t whole = bytes.size() & ~std::size_t{15};
-  if (isa == CrcIsa::vpclmul && whole >= kVpclmulMinimumBytes) {
-    const Folded folded = fold_vpclmul(bytes.first(whole), state);
+  if (isa == CrcIsa::vpclmul512 && whole >= kVpclmul512MinimumBytes) {
+    const Folded folded = fold_vpclmul512(bytes.first(whole), state);
+    return update_portable(bytes.subspan(whole), update_portable(folded.bytes, 0));
+  }
+  if (isa == CrcIsa::vpclmul256 && whole >= kVpclmul256MinimumBytes) {
+    const Folded folded = fold_vpclmul256(bytes.first(whole), state);
     return update_portable(bytes.subspan(whole), update_portable(folded.bytes, 0));
   }
   if (isa != CrcIsa::portable && whole >= kPclmulMinimumBytes) {
@@ -63,14 +67,16 @@ std::uint32_t update(std::span<const std::byte> bytes, std::uint32_t state, CrcI
 bool is_available(CrcIsa isa) noexcept {
 #if defined(__x86_64__)
   if (isa == CrcIsa::pclmul) return has_pclmul();
-  if (isa == CrcIsa::vpclmul) return has_vpclmul();
+  if (isa == CrcIsa::vpclmul256) return has_vpclmul256();
+  if (isa == CrcIsa::vpclmul512) return has_vpclmul512();
 #endif
   return isa == CrcIsa::portable;
 }
 
 CrcIsa best_crc_isa() noexcept {
-  if (is_available(CrcIsa::vpclmul)) return CrcIsa::vpclmul;
-  if (is_available(CrcIsa::pclmul)) return CrcIsa::pclmul;
+  for (const CrcIsa isa : {CrcIsa::vpclmul512, CrcIsa::vpclmul256, CrcIsa::pclmul}) {
+    if (is_available(isa)) return isa;
+  }
   return CrcIsa::portable;
 }
 

@@ -8,7 +8,7 @@
 namespace changeover {
 
 // The instructions a checksum runs on; all give the same answer.
-enum class CrcIsa { portable, pclmul, vpclmul };
+enum class CrcIsa { portable, pclmul, vpclmul256, vpclmul512 };
 
 bool is_available(CrcIsa isa) noexcept;
 CrcIsa best_crc_isa() noexcept;

@@ -12,17 +12,20 @@ namespace changeover {
 
 #if defined(__x86_64__)
 inline constexpr std::size_t kPclmulMinimumBytes = 64;
-inline constexpr std::size_t kVpclmulMinimumBytes = 256;
+inline constexpr std::size_t kVpclmul256MinimumBytes = 128;
+inline constexpr std::size_t kVpclmul512MinimumBytes = 256;
 
 bool has_pclmul() noexcept;
-bool has_vpclmul() noexcept;
+bool has_vpclmul256() noexcept;  // with AVX2
+bool has_vpclmul512() noexcept;  // with AVX-512
 
 // 16 bytes whose CRC (portable, from state 0) is that of all of `bytes` from state `crc`.
 struct Folded {
   alignas(16) std::byte bytes[16];
 };
 Folded fold_pclmul(std::span<const std::byte> bytes, std::uint32_t crc) noexcept;
-Folded fold_vpclmul(std::span<const std::byte> bytes, std::uint32_t crc) noexcept;
+Folded fold_vpclmul256(std::span<const std::byte> bytes, std::uint32_t crc) noexcept;
+Folded fold_vpclmul512(std::span<const std::byte> bytes, std::uint32_t crc) noexcept;
 #endif
 
 }  // namespace changeover

@@ -26,10 +26,6 @@ namespace {
 // Whose pages are taken in one go: the kernel drains all its processors' lists of pages each time.
 constexpr std::uint64_t kBlockBytes = std::uint64_t{32} << 20;
 
-// What is hashed in one go: in the processor's caches for both digests, and enough leaves for every lane of
-// the hash.
-constexpr std::uint64_t kHashStepBytes = std::uint64_t{4} << 20;
-
 UniqueFd create_memfd() {
   constexpr const char* kName = "changeover-slab";
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
@@ -122,20 +118,15 @@ std::uint32_t HostSlab::crc32(std::uint64_t offset, std::uint64_t nbytes) const 
 void HostSlab::digest(std::span<const SlabRange> ranges, std::uint64_t leaf_bytes, std::span<std::byte> leaves,
                       std::span<std::uint32_t> crcs, std::chrono::nanoseconds) const {
   const auto region = share();
-  const ShaIsa isa = best_sha_isa();
-  const std::uint64_t step_bytes = std::max(kHashStepBytes / leaf_bytes, std::uint64_t{1}) * leaf_bytes;
   for (std::size_t i = 0; i < ranges.size(); ++i) {
-    std::uint32_t crc = 0;
-    auto bytes = region->mapping.range(ranges[i].offset, ranges[i].nbytes);
-    while (!bytes.empty()) {
-      const auto step = bytes.first(std::min<std::uint64_t>(step_bytes, bytes.size()));
-      if (!crcs.empty()) crc = changeover::crc32(step, crc);
-      const std::size_t size = leaf_count(step.size(), leaf_bytes) * kSha256Bytes;
-      changeover::sha256_leaves(step, leaf_bytes, leaves.first(size), isa);
-      leaves = leaves.subspan(size);
-      bytes = bytes.subspan(step.size());
+    const auto bytes = region->mapping.range(ranges[i].offset, ranges[i].nbytes);
+    const auto here = leaves.first(leaf_count(bytes.size(), leaf_bytes) * kSha256Bytes);
+    if (crcs.empty()) {
+      sha256_leaves(bytes, leaf_bytes, here, best_sha_isa());
+    } else {
+      crcs[i] = sha256_leaves_and_crc32(bytes, leaf_bytes, here, 0, best_sha_isa());
     }
-    if (!crcs.empty()) crcs[i] = crc;
+    leaves = leaves.subspan(here.size());
   }
 }
 

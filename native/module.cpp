@@ -52,8 +52,10 @@ struct NamedIsa {
   const char* name;
   Isa isa;
 };
-constexpr NamedIsa<CrcIsa> kCrcIsas[] = {
-    {"portable", CrcIsa::portable}, {"pclmul", CrcIsa::pclmul}, {"vpclmul", CrcIsa::vpclmul}};
+constexpr NamedIsa<CrcIsa> kCrcIsas[] = {{"portable", CrcIsa::portable},
+                                         {"pclmul", CrcIsa::pclmul},
+                                         {"vpclmul256", CrcIsa::vpclmul256},
+                                         {"vpclmul512", CrcIsa::vpclmul512}};
 constexpr NamedIsa<ShaIsa> kShaIsas[] = {{"portable", ShaIsa::portable}, {"shani", ShaIsa::shani}, {"avx512", ShaIsa::avx512}};
 
 template <typename Isa, std::size_t N>

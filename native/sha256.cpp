@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "crc32.hpp"
 #include "sha256_compress.hpp"
 
 namespace changeover {
@@ -31,7 +32,9 @@ struct Tail {
 void compress(Sha256State& state, const std::byte* data, std::size_t blocks, ShaIsa isa) noexcept {
 #if defined(__x86_64__)
   // One stream alone fills no lanes: the instructions made for it are faster.
-  if (isa != ShaIsa::portable && has_shani()) return sha256_compress_shani(state, data, blocks);
+  if (isa != ShaIsa::portable && has_shani()) {
+    return sha256_compress_shani({&state, 1}, {&data, 1}, blocks);
+  }
 #else
   static_cast<void>(isa);
 #endif
@@ -47,22 +50,53 @@ void write_digest(const Sha256State& state, std::byte* to) noexcept {
 }
 
 #if defined(__x86_64__)
-// Two messages of the same length.
-void sha256_pair(const std::byte* first, const std::byte* second, std::size_t nbytes,
-                 std::byte* to) noexcept {
-  Sha256State first_state = kInitial;
-  Sha256State second_state = kInitial;
-  const Tail first_tail({first, nbytes});
-  const Tail second_tail({second, nbytes});
-  sha256_compress_shani_pair(first_state, first, second_state, second, nbytes / kSha256BlockBytes);
-  sha256_compress_shani_pair(first_state, first_tail.bytes.data(), second_state, second_tail.bytes.data(),
-                             first_tail.blocks);
-  write_digest(first_state, to);
-  write_digest(second_state, to + kSha256Bytes);
+// What stays in the level 2 cache of a core: whole blocks of each of two, three or sixteen streams.
+constexpr std::size_t kNearBytes = std::size_t{192} << 10;
+static_assert(kNearBytes % (kSha256BlockBytes * kShaniStreams * kSha256Lanes) == 0);
+
+using Sources = std::span<const std::byte* const>;
+
+// The whole blocks of messages of the same length, by `compress(data, blocks)`.  With `crc`, the CRC-32 of the
+// first `count` one after the other too, each few bytes while they are in the near caches.
+void compress_messages(std::span<const std::byte*> data, std::size_t count, std::size_t nbytes,
+                       std::uint32_t* crc, const auto& compress) noexcept {
+  const std::size_t whole = nbytes / kSha256BlockBytes * kSha256BlockBytes;
+  if (crc == nullptr) return compress(data, whole / kSha256BlockBytes);
+  std::array<std::uint32_t, kSha256Lanes> crcs{};
+  for (std::size_t done = 0; done < nbytes;) {
+    const std::size_t step = std::min(kNearBytes / data.size(), nbytes - done);
+    compress(data, step / kSha256BlockBytes);
+    for (std::size_t i = 0; i < count; ++i) crcs[i] = crc32({data[i], step}, crcs[i]);
+    for (const std::byte*& from : data) from += step;
+    done += step;
+  }
+  for (std::size_t i = 0; i < count; ++i) *crc = crc32_combine(*crc, crcs[i], nbytes);
+}
+
+// A few messages of the same length, `nbytes` apart.
+void sha256_streams(const std::byte* first, std::size_t count, std::size_t nbytes, std::byte* to,
+                    std::uint32_t* crc) noexcept {
+  std::array<Sha256State, kShaniStreams> states;
+  std::array<Tail, kShaniStreams> tails;
+  std::array<const std::byte*, kShaniStreams> data;
+  std::array<const std::byte*, kShaniStreams> tail_data;
+  for (std::size_t i = 0; i < count; ++i) {
+    states[i] = kInitial;
+    data[i] = first + i * nbytes;
+    tails[i] = Tail({data[i], nbytes});
+    tail_data[i] = tails[i].bytes.data();
+  }
+  const std::span<Sha256State> used(states.data(), count);
+  compress_messages({data.data(), count}, count, nbytes, crc, [&](Sources from, std::size_t blocks) {
+    sha256_compress_shani(used, from, blocks);
+  });
+  sha256_compress_shani(used, tail_data, tails[0].blocks);
+  for (std::size_t i = 0; i < count; ++i, to += kSha256Bytes) write_digest(states[i], to);
 }
 
 // Up to 16 messages of the same length, `nbytes` apart.
-void sha256_lanes(const std::byte* first, std::size_t count, std::size_t nbytes, std::byte* to) noexcept {
+void sha256_lanes(const std::byte* first, std::size_t count, std::size_t nbytes, std::byte* to,
+                  std::uint32_t* crc) noexcept {
   Sha256Lanes states;
   for (std::size_t word = 0; word < kInitial.size(); ++word) {
     std::fill_n(states.words[word], kSha256Lanes, kInitial[word]);
@@ -76,7 +110,9 @@ void sha256_lanes(const std::byte* first, std::size_t count, std::size_t nbytes,
     tails[lane] = Tail({data[lane], nbytes});
     tail_data[lane] = tails[lane].bytes.data();
   }
-  sha256_compress_avx512(states, data, nbytes / kSha256BlockBytes);
+  compress_messages(data, count, nbytes, crc, [&](Sources from, std::size_t blocks) {
+    sha256_compress_avx512(states, from, blocks);
+  });
   sha256_compress_avx512(states, tail_data, tails[0].blocks);
   for (std::size_t lane = 0; lane < count; ++lane, to += kSha256Bytes) {
     Sha256State state;
@@ -85,6 +121,43 @@ void sha256_lanes(const std::byte* first, std::size_t count, std::size_t nbytes,
   }
 }
 #endif
+
+// Both walks of the leaves; `crc` is null where only digests are asked for.
+void hash_leaves(std::span<const std::byte> bytes, std::uint64_t leaf_bytes, std::byte* to, ShaIsa isa,
+                 std::uint32_t* crc) noexcept {
+#if defined(__x86_64__)
+  if (isa == ShaIsa::avx512) {
+    // A lane costs the same whether it is used or not; with fewer, a few at a time are faster.
+    const std::size_t worth = has_shani() ? kSha256Lanes / 2 : 1;
+    for (std::uint64_t left = bytes.size() / leaf_bytes; left >= worth;) {
+      const std::uint64_t count = std::min<std::uint64_t>(left, kSha256Lanes);
+      const auto leaves = bytes.first(count * leaf_bytes);
+      sha256_lanes(leaves.data(), count, leaf_bytes, to, crc);
+      bytes = bytes.subspan(leaves.size());
+      to += count * kSha256Bytes;
+      left -= count;
+    }
+  }
+  if (isa != ShaIsa::portable && has_shani()) {
+    for (std::uint64_t left = bytes.size() / leaf_bytes; left >= 2;) {
+      const std::uint64_t count = std::min<std::uint64_t>(left, kShaniStreams);
+      const auto leaves = bytes.first(count * leaf_bytes);
+      sha256_streams(leaves.data(), count, leaf_bytes, to, crc);
+      bytes = bytes.subspan(leaves.size());
+      to += count * kSha256Bytes;
+      left -= count;
+    }
+  }
+#endif
+  while (!bytes.empty()) {
+    const auto leaf = bytes.first(std::min<std::uint64_t>(leaf_bytes, bytes.size()));
+    const Sha256Digest digest = sha256(leaf, isa);
+    if (crc != nullptr) *crc = crc32(leaf, *crc);
+    std::memcpy(to, digest.data(), digest.size());
+    bytes = bytes.subspan(leaf.size());
+    to += digest.size();
+  }
+}
 
 }  // namespace
 
@@ -115,34 +188,13 @@ Sha256Digest sha256(std::span<const std::byte> bytes, ShaIsa isa) noexcept {
 
 void sha256_leaves(std::span<const std::byte> bytes, std::uint64_t leaf_bytes, std::span<std::byte> digests,
                    ShaIsa isa) noexcept {
-  std::byte* to = digests.data();
-#if defined(__x86_64__)
-  if (isa == ShaIsa::avx512) {
-    // A lane costs the same whether it is used or not; with fewer, pairs are faster.
-    const std::size_t worth = has_shani() ? kSha256Lanes / 2 : 1;
-    for (std::uint64_t left = bytes.size() / leaf_bytes; left >= worth;) {
-      const std::uint64_t count = std::min<std::uint64_t>(left, kSha256Lanes);
-      sha256_lanes(bytes.data(), count, leaf_bytes, to);
-      bytes = bytes.subspan(count * leaf_bytes);
-      to += count * kSha256Bytes;
-      left -= count;
-    }
-  }
-  if (isa != ShaIsa::portable && has_shani()) {
-    while (bytes.size() / 2 >= leaf_bytes) {
-      sha256_pair(bytes.data(), bytes.data() + leaf_bytes, leaf_bytes, to);
-      bytes = bytes.subspan(2 * leaf_bytes);
-      to += 2 * kSha256Bytes;
-    }
-  }
-#endif
-  while (!bytes.empty()) {
-    const auto leaf = bytes.first(std::min<std::uint64_t>(leaf_bytes, bytes.size()));
-    const Sha256Digest digest = sha256(leaf, isa);
-    std::memcpy(to, digest.data(), digest.size());
-    bytes = bytes.subspan(leaf.size());
-    to += digest.size();
-  }
+  hash_leaves(bytes, leaf_bytes, digests.data(), isa, nullptr);
+}
+
+std::uint32_t sha256_leaves_and_crc32(std::span<const std::byte> bytes, std::uint64_t leaf_bytes,
+                                      std::span<std::byte> digests, std::uint32_t crc, ShaIsa isa) noexcept {
+  hash_leaves(bytes, leaf_bytes, digests.data(), isa, &crc);
+  return crc;
 }
 
 }  // namespace changeover

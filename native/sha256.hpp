@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4) of whole buffers and of their leaves.
+// SHA-256 (FIPS 180-4) of whole buffers and of their leaves, alone or with a checksum.
 #pragma once
 
 #include <array>
@@ -31,5 +31,9 @@ constexpr std::uint64_t leaf_count(std::uint64_t nbytes, std::uint64_t leaf_byte
 // The digest of each leaf, one after the other, into `digests` (32 bytes per leaf).
 void sha256_leaves(std::span<const std::byte> bytes, std::uint64_t leaf_bytes, std::span<std::byte> digests,
                    ShaIsa isa) noexcept;
+
+// The same, and the CRC-32 of all of `bytes`, on from `crc` (0 at the start): both while the bytes are at hand.
+std::uint32_t sha256_leaves_and_crc32(std::span<const std::byte> bytes, std::uint64_t leaf_bytes,
+                                      std::span<std::byte> digests, std::uint32_t crc, ShaIsa isa) noexcept;
 
 }  // namespace changeover

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "sha256.hpp"
 
@@ -24,12 +25,10 @@ void sha256_compress_portable(Sha256State& state, const std::byte* data, std::si
 
 #if defined(__x86_64__)
 bool has_shani() noexcept;
-void sha256_compress_shani(Sha256State& state, const std::byte* data, std::size_t blocks) noexcept;
-
-// Two streams at once: one alone waits for the latency of its own rounds most of the time.
-void sha256_compress_shani_pair(Sha256State& first_state, const std::byte* first_data,
-                                Sha256State& second_state, const std::byte* second_data,
-                                std::size_t blocks) noexcept;
+// One to three streams at once: one alone waits for the latency of its own rounds most of the time.
+inline constexpr std::size_t kShaniStreams = 3;
+void sha256_compress_shani(std::span<Sha256State> states, std::span<const std::byte* const> data,
+                           std::size_t blocks) noexcept;
 
 // Sixteen streams at once, a word of each in every register.
 inline constexpr std::size_t kSha256Lanes = 16;
@@ -37,7 +36,7 @@ struct Sha256Lanes {
   alignas(64) std::uint32_t words[8][kSha256Lanes];
 };
 bool has_avx512() noexcept;
-void sha256_compress_avx512(Sha256Lanes& states, const std::byte* const (&data)[kSha256Lanes],
+void sha256_compress_avx512(Sha256Lanes& states, std::span<const std::byte* const> data,
                             std::size_t blocks) noexcept;
 #endif
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shared import _native
 
-# Long enough for every path: tables, 128-bit and 512-bit folding, and the steps between them.
+# Long enough for every path: tables, 128-, 256- and 512-bit folding, and the steps between them.
 lengths = st.one_of(st.integers(0, 1100), st.integers(0, 20000))
 skips = st.integers(0, 64)
 
