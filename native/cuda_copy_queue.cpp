@@ -15,7 +15,18 @@ constexpr std::chrono::microseconds kLookAgain{10};
 
 constexpr unsigned long kTimerSlackNs = 1000;
 
+void sleep_shortly() {
+  // Of this thread, for good: else a sleep of 10 us takes 60.
+  thread_local const int is_exact = ::prctl(PR_SET_TIMERSLACK, kTimerSlackNs);
+  static_cast<void>(is_exact);
+  std::this_thread::sleep_for(kLookAgain);
+}
+
 }  // namespace
+
+void CopyCount::wait() const noexcept {
+  while (count_.load(std::memory_order_acquire) != 0) sleep_shortly();
+}
 
 void SlabCopies::check() const {
   const std::lock_guard lock(mutex_);
@@ -53,8 +64,6 @@ void CudaCopyQueue::add(Copy copy) {
 }
 
 void CudaCopyQueue::run() noexcept {
-  // Else a sleep of 10 us takes 60.
-  static_cast<void>(::prctl(PR_SET_TIMERSLACK, kTimerSlackNs));
   std::size_t oldest = 0;
   std::size_t under_way = 0;
   for (;;) {
@@ -74,7 +83,7 @@ void CudaCopyQueue::run() noexcept {
       oldest = (oldest + 1) % batches_.size();
       --under_way;
     } else {
-      std::this_thread::sleep_for(kLookAgain);
+      sleep_shortly();
     }
   }
 }
