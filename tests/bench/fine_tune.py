@@ -1,0 +1,118 @@
+"""What a push of a sealed fine-tune reads, allocates and takes, against the push of the model it comes from.
+
+    python -m tests.bench.fine_tune --backend host --gb 1 --folder /var/tmp/bench [--rounds 3] [--json FILE]
+
+A tenth of the bytes differ, spread over all layers.  Each round has a model of its own, which shares
+nothing with the round before, and its fine-tune; all are sealed.  No inferd is attached: an engine builds and
+warms the same whatever was read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from loaderd.seal.create import seal_directory
+from shared.control import Push, PushReply
+from tests.bench.load_model import Model, ModelTensor, write_model
+from tests.support.serving_host import ServingHost, serving_host
+
+_EVERY = 8
+"""One tensor in so many differs: 11 % of the bytes."""
+
+
+@dataclass(frozen=True)
+class Variant(Model):
+    """A model with bytes of its own; a fine-tune where `is_tuned`."""
+
+    round: int = 0
+    is_tuned: bool = False
+
+    @cached_property
+    def tensors(self) -> tuple[ModelTensor, ...]:
+        """As `Model.tensors`, with other bytes."""
+        return tuple(replace(tensor, number=self._number(tensor)) for tensor in Model(self.gb).tensors)
+
+    def _number(self, tensor: ModelTensor) -> int:
+        is_changed = self.is_tuned and tensor.number % _EVERY == 3
+        return tensor.number + 1000 * (2 * self.round + is_changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """One push."""
+
+    version: str
+    nbytes: int  # of the version
+    wall_s: float  # of the operation, to its end
+    load_s: float
+    bytes_read: int
+    bytes_allocated: int
+
+
+def push(host: ServingHost, name: str, nbytes: int) -> Pushed:
+    """Push a folder and wait for the end."""
+    reply = host.control.ask(Push(name=name), PushReply, 60.0)
+    assert reply.operation is not None, reply.plan
+    report = host.done(reply.operation)
+    assert report.ended_ns is not None
+    wall_s = (report.ended_ns - report.started_ns) / 1e9
+    return Pushed(
+        name,
+        nbytes,
+        wall_s,
+        report.load_s,
+        report.bytes_read,
+        sum(device.bytes_to_allocate for device in reply.plan.devices),
+    )
+
+
+def measure(host: ServingHost, gb: float, rounds: int) -> list[tuple[Pushed, Pushed]]:
+    """A model and its fine-tune, again and again; files go as soon as they were pushed."""
+    found = []
+    for turn in range(rounds):
+        pair = []
+        for is_tuned in (False, True):
+            name = f"big-v{2 * turn + 1 + is_tuned}"
+            model = Variant(gb, round=turn, is_tuned=is_tuned)
+            folder = host.model_root / name
+            write_model(folder, model)
+            seal_directory(folder)
+            pair.append(push(host, name, model.nbytes))
+            shutil.rmtree(folder)
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def main() -> None:
+    """Measure, print a short table and write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.fine_tune")
+    parser.add_argument("--backend", choices=("host", "cuda"), default="host")
+    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints go")
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with serving_host(options.folder, f'backend = "{options.backend}"\nlog_level = "warning"') as host:
+        host.start_loaderd()
+        pairs = measure(host, options.gb, options.rounds)
+    for each in (push for pair in pairs for push in pair):
+        print(
+            f"{each.version:8} {each.nbytes / 1e9:6.2f} GB  push {each.wall_s:.3f} s, load {each.load_s:.3f} "
+            f"read {each.bytes_read / each.nbytes:6.1%}  allocated {each.bytes_allocated / each.nbytes:6.1%}"
+        )
+    share = statistics.median(tuned.wall_s / base.wall_s for base, tuned in pairs)
+    print(f"a fine-tune takes {share:.1%} of the full push (median of {len(pairs)})")
+    if options.json is not None:
+        rows = [[asdict(base), asdict(tuned)] for base, tuned in pairs]
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
