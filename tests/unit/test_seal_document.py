@@ -96,6 +96,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "crc32": (set_tensor("crc32", "ABCDEF01"), "not 8 hex digits"),
     "hex": (set_tensor("leaves", "zz"), "leaves are not hex"),
     "half a byte": (set_tensor("leaves", "abc"), "leaves are not hex"),
+    "capitals": (set_tensor("leaves", "AB" * 64), "leaves are not hex"),
     "leaf count": (set_tensor("leaves", "00" * 32), "32 bytes of leaves, 2 leaves are expected"),
     "leaf order": (swap_leaves, "contradicts itself: digest is"),
     "tensor digest": (set_tensor("digest", file_digest(b"")), "contradicts itself: digest is"),
