@@ -27,9 +27,14 @@ class Crew:
         self._futures.extend(started)
         return started
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the work is to end."""
+        return self._cancelled.is_set() or self._has_failed.is_set()
+
     def check_going(self) -> None:
         """Raise Superseded where the work is to end."""
-        if self._cancelled.is_set() or self._has_failed.is_set():
+        if self.is_ending:
             raise Superseded("the load was ended")
 
     def wait(self, started: Sequence[Future[None]]) -> None:

@@ -58,11 +58,13 @@ class Filling:
         """All new slabs, once everything was read, in the order of the placement."""
         return tuple(self._sealed[index] for index in range(len(self._sizes)))
 
-    def allocate(self) -> None:
+    def allocate(self, crew: Crew) -> None:
         """Allocate the slabs, the first to be read into first: that takes a GPU's driver a while, so reading
-        begins meanwhile.  Blocking; raises OutOfMemory."""
+        begins meanwhile.  No further where the crew is to end.  Blocking; raises OutOfMemory."""
         try:
             for index in self._schedule.order:
+                if crew.is_ending:
+                    return
                 slab = self._backend.create_slab(self._device, self._sizes[index])
                 with self._allocated:
                     self._undo.enter_context(slab)

@@ -119,7 +119,7 @@ class _Load:
             hashing = crew.start(hashers, lambda: self._hash(crew))
             try:
                 reading = crew.start(self._readers, lambda: self._filling.read(crew))
-                self._filling.allocate()
+                self._filling.allocate(crew)
                 crew.wait(reading)
                 self._loaded = time.perf_counter()
                 self._progress.is_verifying = True

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda_driver.hpp"
+#include "error.hpp"
 
 namespace changeover {
 namespace {
@@ -137,7 +138,11 @@ bool CudaCopyQueue::reap(Batch& batch) noexcept {
 void CudaCopyQueue::fail(Batch& batch, const std::exception_ptr& error) noexcept {
   // Some of it may still run, and must not when its memory is used for something else.  Where this fails too,
   // the context is lost, and with it all work.
-  static_cast<void>(CudaDriver::get().stream_synchronize.attempt(stream_.borrow()));
+  try {
+    const ContextScope scope(device_);
+    stream_.synchronize();
+  } catch (const SystemError&) {
+  }
   for (const Copy& each : batch.copies) each.slab->fail(error);
   end(batch);
 }

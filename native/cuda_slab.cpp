@@ -104,6 +104,8 @@ class WritableCudaSlab::Filling {
   Filling(const Filling&) = delete;
   Filling& operator=(const Filling&) = delete;
   ~Filling() {
+    // Closed meanwhile: this may be the last owner of memory that copies are under way to.
+    if (!slab_.is_open()) slab_.copies_->wait();
     const std::lock_guard lock(slab_.mutex_);
     region_.reset();
     --slab_.fillings_;

@@ -118,7 +118,7 @@ def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:
         filling = Filling(request, backend, LoadProgress(), Gate(), lambda filled, slab: None, undo)
         with Crew(threading.Event(), backend.readers) as crew:
             reading = crew.start(backend.readers, lambda: filling.read(crew))
-            filling.allocate()
+            filling.allocate(crew)
             crew.wait(reading)
             crew.check()
         slabs = filling.slabs

@@ -27,6 +27,9 @@ PLAIN_COPY = "memory copy"
 PREAD = "parallel pread"
 DIRECT = "direct read"
 
+NOT_COMPARED = "not compared"
+"""Instead of how a load's bytes differ: it was ended before anyone looked."""
+
 
 class Verification(StrEnum):
     """What a load checks of the bytes it brings."""
@@ -157,7 +160,9 @@ def _order(entry: Mapping[str, Any]) -> tuple[bool, float]:
 
 def _remark(entry: Mapping[str, Any], report: Report) -> str:
     remarks = []
-    if not entry["is_right"]:
+    if entry["wrong"] == NOT_COMPARED:
+        remarks.append("bytes not compared")
+    elif not entry["is_right"]:
         remarks.append(f"WRONG BYTES: {entry['wrong']}")
     if entry["place"] == COLD and not entry["is_cold"]:
         remarks.append("not proven cold")
@@ -225,7 +230,7 @@ def _pooled(loads: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         for name, value in entry.items():
             if isinstance(value, list):
                 whole[name] = [*whole.get(name, []), *value]
-        if not entry["is_right"]:
+        if not entry["is_right"] and whole["wrong"] in ("", NOT_COMPARED):
             whole |= {"is_right": False, "wrong": entry["wrong"]}
         whole["is_cold"] = whole["is_cold"] and entry["is_cold"]
     return list(pooled.values())

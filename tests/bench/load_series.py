@@ -12,6 +12,7 @@ import torch
 from tests.bench.load_cache import Residency
 from tests.bench.load_loaders import Loader, Resident, Setting
 from tests.bench.load_model import BLOCK_BYTES, Model, doubled_block
+from tests.bench.load_report import NOT_COMPARED
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Series:
     sets: list[int] = field(default_factory=list)  # the files that each load from the disk read
     is_compared: bool = False
     is_right: bool = False
-    wrong: str = "not compared"
+    wrong: str = NOT_COMPARED
     error: str = ""
 
 

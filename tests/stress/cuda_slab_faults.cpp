@@ -174,6 +174,31 @@ void memory_waits_for_work_it_does_not_know() {
   CHECK(fake_cuda().pending() == 0 && budget->used_bytes() == 0);
 }
 
+// The fake driver ends the program where a copy is submitted into memory that is gone.
+void a_slab_may_be_closed_while_it_is_filled() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(kStepBytes);
+  const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 4);
+  for (int round = 0; round < 20; ++round) {
+    const auto writable = WritableCudaSlab::create(*budget, staging, "slab", kStepBytes, false);
+    std::vector<std::jthread> readers;
+    for (std::uint64_t part = 0; part < 3; ++part) {
+      readers.emplace_back([&, part] {
+        try {
+          for (;;) writable->read_file(file.fd.borrow(), 0, part * 4 * kSlotBytes, 4 * kSlotBytes);
+        } catch (const Misuse&) {
+          return;  // closed
+        }
+      });
+    }
+    for (int turn = 0; turn < round; ++turn) std::this_thread::yield();
+    writable->close();
+    readers.clear();  // one of them may have been the last owner
+    device().releases().settle();
+    CHECK(budget->used_bytes() == 0);
+  }
+}
+
 void nothing_is_released_while_a_stream_is_captured() {
   const auto budget = std::make_shared<Budget>(std::nullopt);
   const File file(kStepBytes);
@@ -481,6 +506,7 @@ int main() {
   copies_of_a_driver_without_batches_are_the_same();
   a_copy_that_failed_is_told_before_the_slab_is_sealed();
   memory_waits_for_work_it_does_not_know();
+  a_slab_may_be_closed_while_it_is_filled();
   nothing_is_released_while_a_stream_is_captured();
   foreign_memory_is_refused();
   what_does_not_fit_says_so();

@@ -109,6 +109,11 @@ int current_device() {
 }
 int device_of(cuda::Context context) { return static_cast<int>(reinterpret_cast<std::intptr_t>(context)) - 1; }
 
+// Work for a stream is given by who has its device's context.
+void check_stream(State& s, cuda::Stream stream) {
+  CHECK(s.streams.contains(stream) && s.streams[stream] == current_device());
+}
+
 // What `device` may do to all of a range that lies in one mapping.
 int access_to(State& s, std::uint64_t address, std::uint64_t nbytes, int device) {
   const auto after = s.mappings.upper_bound(address);
@@ -332,7 +337,8 @@ Result host_free(void* address) {
 }
 Result copy_to_device(cuda::DevicePointer to, const void* from, std::size_t nbytes, cuda::Stream stream) {
   MAY_FAIL("cuMemcpyHtoDAsync");
-  CHECK(s.streams.contains(stream));
+  check_stream(s, stream);
+  CHECK(access_to(s, to, nbytes, current_device()) == cuda::kAccessReadWrite);
   s.pending.push_back({++s.sequence, stream, to, nbytes, from});
   return 0;
 }
@@ -341,9 +347,11 @@ Result copy_batch(cuda::DevicePointer* to, cuda::DevicePointer* from, std::size_
                   cuda::Stream stream) {
   MAY_FAIL("cuMemcpyBatchAsync");
   if (!s.has_batches) return kNotSupported;
-  CHECK(count > 0 && attribute_count == 1 && *first == 0 && s.streams.contains(stream));
+  CHECK(count > 0 && attribute_count == 1 && *first == 0);
+  check_stream(s, stream);
   CHECK(attributes->source_access_order == cuda::kSourceAccessInStreamOrder);
   for (std::size_t i = 0; i < count; ++i) {
+    CHECK(access_to(s, to[i], nbytes[i], current_device()) == cuda::kAccessReadWrite);
     s.pending.push_back({++s.sequence, stream, to[i], nbytes[i], as_pointer(from[i])});
   }
   return 0;
@@ -351,7 +359,7 @@ Result copy_batch(cuda::DevicePointer* to, cuda::DevicePointer* from, std::size_
 // The device of the stream needs access to both ends.
 Result copy_on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::size_t nbytes, cuda::Stream stream) {
   MAY_FAIL("cuMemcpyDtoDAsync");
-  CHECK(s.streams.contains(stream) && s.streams[stream] == current_device());
+  check_stream(s, stream);
   CHECK(access_to(s, to, nbytes, current_device()) == cuda::kAccessReadWrite);
   CHECK(access_to(s, from, nbytes, current_device()) != 0);
   s.pending.push_back({++s.sequence, stream, to, nbytes, as_pointer(from)});
@@ -361,7 +369,7 @@ Result copy_on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::siz
 Result copy_between(cuda::DevicePointer to, cuda::Context to_context, cuda::DevicePointer from,
                     cuda::Context from_context, std::size_t nbytes, cuda::Stream stream) {
   MAY_FAIL("cuMemcpyPeerAsync");
-  CHECK(s.streams.contains(stream) && s.streams[stream] == current_device());
+  check_stream(s, stream);
   CHECK(access_to(s, to, nbytes, device_of(to_context)) == cuda::kAccessReadWrite);
   CHECK(access_to(s, from, nbytes, device_of(from_context)) != 0);
   s.pending.push_back({++s.sequence, stream, to, nbytes, as_pointer(from)});
@@ -381,7 +389,7 @@ Result stream_destroy(cuda::Stream stream) {
 }
 Result stream_synchronize(cuda::Stream stream) {
   MAY_FAIL("cuStreamSynchronize");
-  CHECK(s.streams.contains(stream));
+  check_stream(s, stream);
   carry_out(s, [&](const Work& work) { return work.stream == stream; });
   return 0;
 }
@@ -398,7 +406,8 @@ Result event_destroy(cuda::Event event) {
 }
 Result event_record(cuda::Event event, cuda::Stream stream) {
   MAY_FAIL("cuEventRecord");
-  CHECK(s.events.contains(event) && s.streams.contains(stream));
+  CHECK(s.events.contains(event));
+  check_stream(s, stream);
   s.events[event] = {s.sequence, stream, false};
   return 0;
 }

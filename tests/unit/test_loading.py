@@ -29,7 +29,7 @@ from shared.errors import (
     Superseded,
 )
 from shared.gate import Pacer
-from shared.ids import HOST_DEVICE, SlabId, VersionRef
+from shared.ids import HOST_DEVICE, DeviceId, SlabId, VersionRef
 from shared.resident import check_identity
 from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeSlab, FakeWritableSlab
 
@@ -283,6 +283,45 @@ def test_reads_and_hashes_are_paced(folder: Path, backend: FakeBackend) -> None:
         for slab in _load(checkpoint, backend, pace=meter).new_slabs:
             slab.close()
         assert meter.admitted == 2 * checkpoint.total_bytes, "once to read, once to hash"
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_load_that_ends_allocates_no_further(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, has_failed: bool
+) -> None:
+    """To allocate what is left, and to give it back, takes a GPU's driver longer than to end."""
+    cancelled, has_ended = threading.Event(), threading.Event()
+    create = FakeBackend.create_slab
+
+    def slow(self: FakeBackend, device: DeviceId, nbytes: int) -> FakeWritableSlab:
+        if self.calls["create"] > 0:
+            assert has_ended.wait(20)
+        return create(self, device, nbytes)
+
+    def end(_: SlabId) -> None:
+        if not has_failed:
+            cancelled.set()
+            has_ended.set()
+
+    guarded = Crew._guarded
+
+    def note(self: Crew, work: Callable[[], None]) -> None:
+        try:
+            guarded(self, work)
+        finally:
+            has_ended.set()
+
+    monkeypatch.setattr(FakeBackend, "create_slab", slow)
+    monkeypatch.setattr(Crew, "_guarded", note)
+    backend.before_read = end
+    if has_failed:
+        backend.fail("read", ReadFailed("pread", 5, "Input/output error", 1000))
+    with (
+        open_directory(folder) as checkpoint,
+        pytest.raises(CheckpointError if has_failed else Superseded),
+    ):
+        _load(checkpoint, backend, cancelled=cancelled)
+    assert backend.calls["create"] <= 2, "the one that was being made, and no other"
 
 
 def test_a_load_can_be_ended(folder: Path, backend: FakeBackend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.bench.load_cache import Residency, is_proven_cold
 from tests.bench.load_report import (
     CACHED,
     COLD,
+    NOT_COMPARED,
     OURS,
     TMPFS,
     Verification,
@@ -162,6 +164,17 @@ def test_a_fast_setting_with_wrong_bytes_does_not_beat_a_right_one() -> None:
     assert row.gb_s == pytest.approx(3)
     (row,) = rows(report(wrong))
     assert row.remark == "WRONG BYTES: w differs"
+
+
+def test_bytes_that_nobody_compared_are_not_called_wrong() -> None:
+    unknown = load("other", TMPFS, 49, is_right=False, wrong=NOT_COMPARED)
+    (row,) = rows(report(unknown))
+    assert (row.is_right, row.remark) == (False, "bytes not compared")
+    wrong = unknown | {"setting": {}, "wrong": "w differs"}
+    runs = [whole(wrong), whole(unknown | {"setting": {}}), whole(load("other", TMPFS, 49, setting={}))]
+    for order in permutations(runs):
+        assert rows(join(order))[0].remark == "WRONG BYTES: w differs"
+    assert rows(join(runs[1:]))[0].remark == "bytes not compared"
 
 
 def test_verified_loads_are_related_to_the_same_loaders_unverified_one() -> None:
