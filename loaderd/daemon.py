@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import grp
 import os
 import time
 import uuid
@@ -17,7 +16,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from loaderd.authorisation import Group, Policy
+from loaderd.authorisation import Policy
 from loaderd.chronicle import Chronicle
 from loaderd.config import LoaderdConfig
 from loaderd.control_server import ControlServer
@@ -35,6 +34,7 @@ from loaderd.model_devices import ModelDevices
 from loaderd.nvml import open_nvml
 from loaderd.operations import Operations
 from loaderd.pace import Pace
+from loaderd.peer_groups import configured_group
 from loaderd.placement import PlacementRules
 from loaderd.plan import Verdict as PlanVerdict
 from loaderd.planning import Planner, plan_report
@@ -55,7 +55,7 @@ from shared.control import (
     Verify,
     Versions,
 )
-from shared.errors import ChangeoverError, ConfigError, InvalidRequest, ResourceError
+from shared.errors import ChangeoverError, InvalidRequest, ResourceError
 from shared.health import HealthServer, LoopPulse
 from shared.ids import DeviceId, Generation, LeaseId, VersionRef
 from shared.memory.selection import open_backend, reserve_pool
@@ -147,8 +147,8 @@ class Loaderd:
         """Who may do what; raises ConfigError for a group that does not exist."""
         return Policy(
             os.getuid(),
-            _group("admin_group", self._config.admin_group),
-            _group("inferd_group", self._config.inferd_group),
+            configured_group("admin_group", self._config.admin_group),
+            configured_group("inferd_group", self._config.inferd_group),
         )
 
     # --- verbs that change something -------------------------------------------------------------
@@ -315,15 +315,6 @@ class Loaderd:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._supervisor.start(work, name=getattr(work, "__qualname__", "work"), may_end=True)
-
-
-def _group(key: str, name: str | None) -> Group | None:
-    if name is None:
-        return None
-    try:
-        return Group(grp.getgrnam(name).gr_gid, name)
-    except KeyError as error:
-        raise ConfigError(f"{key}: group {name!r} does not exist") from error
 
 
 async def serve(config: LoaderdConfig, stop: Stop) -> None:

@@ -108,7 +108,7 @@ class Deployment:
 
     async def _is_resident_twice(self, operation: Operation, version: Version) -> bool:
         """End a push whose content is what serves; turn one of what is retained into a rollback.  What is
-        damaged is no twin: the push heals it."""
+        damaged is no twin: the push heals it.  What the new copy was held against counts for its twin."""
         twin = next((v for v in (self.active, self.retained) if v is not None and v.tag == version.tag), None)
         if twin is None:
             return False
@@ -118,6 +118,12 @@ class Deployment:
                 self.retained = None
                 await self._sweep(twin, "it is damaged")
             return False
+        proof = twin.proof.with_later(version.proof)
+        if twin is self.active and proof != twin.proof:
+            # As durable as what the commit says: a signature by a new key is to count after a restart.
+            cause = f"pushed again: {proof.verified}"
+            self._host.chronicle.journal.commit(twin.tag, proof, self.epoch, operation.id, cause)
+        twin.proof = proof
         versions.advance(version, VersionEvent.SWEEP, "the same content is resident already", operation.id)
         self._host.collect()
         if twin is self.active:

@@ -34,7 +34,7 @@ COMPACT_ABOVE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The newest commit of a model that the journal knows, and the one before it."""
+    """The newest commit of a model that the journal knows, and what was active before that content was."""
 
     tag: VersionTag
     epoch: Epoch
@@ -213,24 +213,30 @@ def _recall(recollection: Recollection, entry: HistoryEntry) -> None:
     commit = Commit.model_validate(entry.data, strict=True)
     ref = VersionRef(check_name(entry.model, "model"), check_name(entry.version, "version"))
     tag, before = VersionTag(ref, Digest(commit.digest)), recollection.committed.get(entry.model)
-    proofs = {before.tag: before.proof_of(before.tag)} if before is not None else {}
-    recollection.committed[entry.model] = Committed(
-        tag=tag,
-        epoch=Epoch(commit.epoch),
-        previous=before.tag if before is not None else None,
-        proofs={**proofs, tag: Proof(commit.verified, commit.key)},
-    )
+    previous, proofs = None, {tag: Proof(commit.verified, commit.key)}
+    if before is not None:
+        # What is committed again, as by a restore, has the same way back as it had.
+        previous = before.previous if before.tag == tag else before.tag
+        if previous is not None:
+            proofs[previous] = before.proof_of(previous)
+    recollection.committed[entry.model] = Committed(tag, Epoch(commit.epoch), previous, proofs)
 
 
 def _worth_keeping(entries: list[HistoryEntry]) -> Iterable[HistoryEntry]:
-    """The newest entries, and the last two commits of each model however old they are."""
+    """The newest entries, and of each model, however old they are, the commits of what was active last and
+    before that."""
     commits: dict[str, list[HistoryEntry]] = {}
     for entry in entries:
         if entry.kind == COMMITTED:
-            commits[entry.model] = [*commits.get(entry.model, []), entry][-2:]
+            others = [one for one in commits.get(entry.model, []) if _content(one) != _content(entry)]
+            commits[entry.model] = [*others[-1:], entry]
     keep = {entry.sequence for pair in commits.values() for entry in pair}
     keep |= {entry.sequence for entry in entries[-KEEP_ENTRIES // 2 :]}
     return (entry for entry in entries if entry.sequence in keep)
+
+
+def _content(commit: HistoryEntry) -> tuple[str, Fact]:
+    return commit.version, commit.data["digest"]
 
 
 def _rewrite(path: Path, entries: Iterable[HistoryEntry]) -> None:

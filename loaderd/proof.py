@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import get_args
 
 from shared.control import Verified
+
+_WEAKEST_FIRST = get_args(Verified)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +21,8 @@ class Proof:
     def now(self, trusted: Collection[str]) -> Proof:
         """What still counts where these keys, by their hints, are trusted: no signature by another key."""
         return self if self.verified != "signed" or self.key in trusted else Proof()
+
+    def with_later(self, later: Proof) -> Proof:
+        """What counts of two proofs of one content: the stronger, of equal ones the later."""
+        is_weaker = _WEAKEST_FIRST.index(later.verified) < _WEAKEST_FIRST.index(self.verified)
+        return self if is_weaker else later

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shared.memory.dtypes import DTYPE_BITS
 
 _SHOWN_CHARS = 40
+_SHAPE_CHARS = 400
 
 MAX_RANK = 64
 """torch's own limit."""
@@ -39,7 +40,7 @@ def tensor_nbytes(dtype: str, shape: Sequence[object]) -> int:
         elements *= dimension
         extent *= dimension or 1
         if extent * bits > MAX_TENSOR_BYTES * 8:
-            raise ValueError(f"shape {list(shape)} exceeds {MAX_TENSOR_BYTES} bytes")
+            raise ValueError(f"shape {str(list(shape))[:_SHAPE_CHARS]} exceeds {MAX_TENSOR_BYTES} bytes")
     nbytes, rest = divmod(elements * bits, 8)
     if rest:
         raise ValueError(f"{elements} elements of {bits} bits do not fill whole bytes")

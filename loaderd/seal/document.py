@@ -114,9 +114,11 @@ def read_seal(raw: bytes) -> Seal:
         document, ("format", "version", "leaf_bytes", "digest", "files", "tensors"), "the seal"
     )
     if name != FORMAT or type(version) is not int or version != FORMAT_VERSION:
-        raise _refusal(f"is {name!r} version {version!r}, this build reads {FORMAT!r} {FORMAT_VERSION}")
+        raise _refusal(
+            f"is {_show(name)} version {_show(version)}, this build reads {FORMAT!r} {FORMAT_VERSION}"
+        )
     if type(leaf_bytes) is not int or leaf_bytes != LEAF_BYTES:
-        raise _refusal(f"has leaves of {leaf_bytes!r} bytes, format {FORMAT_VERSION} has {LEAF_BYTES}")
+        raise _refusal(f"has leaves of {_show(leaf_bytes)} bytes, format {FORMAT_VERSION} has {LEAF_BYTES}")
     if not isinstance(files, dict) or not isinstance(tensors, dict):
         raise _refusal("'files' or 'tensors' is not an object")
     if not 0 < len(tensors) <= MAX_TENSORS:

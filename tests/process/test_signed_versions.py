@@ -110,6 +110,42 @@ def test_after_a_restart_memory_is_signed_as_long_as_its_key_is_trusted(
         assert verified(host, "v1") == "signed"
 
 
+def test_a_push_of_what_serves_brings_its_signature(
+    root: Path, keys: KeyPair, stranger: KeyPair, tmp_path: Path
+) -> None:
+    """As after a change of keys: the folder is signed anew and pushed again, and nothing is read a third
+    time after a restart.  The way back is as it was."""
+    models = tmp_path / "models"
+    for version in ("v1", "v2"):
+        shutil.copytree(root / f"tiny-{version}", models / f"tiny-{version}")
+
+    def config(pair: KeyPair) -> str:
+        return f'[models.tiny]\nverify = "signed"\ntrusted_keys = ["{pair.public}"]'
+
+    with serving_host(models, config(keys)) as host:
+        host.start_loaderd()
+        host.start_inferd()
+        for version in ("v1", "v2"):
+            host.push(version)
+        host.loaderd_config = config(stranger)
+        for version in ("v1", "v2"):
+            seal_directory(models / f"tiny-{version}", key=stranger.signing)
+        for expected in ("digest", "signed"):
+            host.restart_loaderd()
+            host.awaited(host.retained, "both are taken back")
+            assert verified(host, "v2") == expected
+            assert verified(host, "v1") == "digest"
+            if expected == "digest":
+                operation = host.push("v2")
+                assert any("serves already" in warning for warning in operation.warnings)
+                assert verified(host, "v2") == "signed"
+        assert host.push("v1").state == "done"
+        assert verified(host, "v1") == "signed"
+        (models / "tiny-v1" / "model.sig").unlink()
+        assert host.refused("tiny-v1")[0] is ExitCode.FAILED
+        assert verified(host, "v1") == "signed", "what serves is as it was"
+
+
 # --- refused -------------------------------------------------------------------------------------
 
 

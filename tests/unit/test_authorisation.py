@@ -7,8 +7,9 @@ from typing import get_args
 import pytest
 
 from loaderd.authorisation import RIGHTS, Caller, Group, Policy, Right, parse_peer_address
+from loaderd.peer_groups import configured_group
 from shared import control
-from shared.errors import NotPermitted, ProtocolError
+from shared.errors import ConfigError, NotPermitted, ProtocolError
 
 POLICY = Policy(own_uid=990, admins=Group(991, "admins"), inferds=Group(992, "inferds"))
 STRANGER = Caller(uid=1000, gid=1000, pid=7, groups=frozenset({1000, 27}))
@@ -86,3 +87,9 @@ def test_a_peer_address_of_ipc() -> None:
 def test_any_other_address_permits_nothing(address: str) -> None:
     with pytest.raises(ProtocolError, match="carries no credentials"):
         parse_peer_address(address)
+
+
+@pytest.mark.parametrize("name", ["", "no-such-group", "nul\0", "\ud800"])
+def test_a_group_that_cannot_be_is_the_operators_to_mend(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^admin_group: group .* does not exist"):
+        configured_group("admin_group", name)

@@ -36,6 +36,32 @@ def test_it_remembers_the_last_two_commits(path: Path) -> None:
         assert [entry.kind for entry in journal.newest(None, 10)] == ["commit", "version.state", "commit"]
 
 
+@pytest.mark.parametrize("is_shortened", [False, True])
+def test_what_is_committed_again_keeps_its_way_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_shortened: bool
+) -> None:
+    signed = Proof("signed", "f" * 64)
+    with Journal(path) as journal:
+        journal.commit(_tag("v0", "c"), Proof(), Epoch(1), "op1", "before both")
+        journal.commit(_tag("v1"), signed, Epoch(2), "op2", "first")
+        journal.commit(_tag("v2", "b"), Proof(), Epoch(3), "op3", "second")
+        journal.commit(_tag("v2", "b"), Proof("sealed"), Epoch(4), "op4", "restored after a restart")
+        journal.commit(_tag("v2", "b"), Proof("sealed"), Epoch(5), "", "found out from an inferd")
+    if is_shortened:
+        monkeypatch.setattr(journal_module, "KEEP_ENTRIES", 2)
+        monkeypatch.setattr(journal_module, "COMPACT_ABOVE_BYTES", 0)
+    Journal(path).close()
+    monkeypatch.undo()
+    with Journal(path) as journal:
+        assert len(journal.newest(None, 10)) == (2 if is_shortened else 5)
+        committed = journal.recollection.committed["smollm2"]
+        assert (committed.tag, committed.epoch, committed.previous) == (_tag("v2", "b"), 5, _tag("v1"))
+        assert (committed.proof_of(committed.tag), committed.proof_of(_tag("v1"))) == (
+            Proof("sealed"),
+            signed,
+        )
+
+
 def test_sequences_go_on_after_a_restart(path: Path) -> None:
     with Journal(path) as journal:
         first = journal.append("daemon.started")
@@ -133,6 +159,8 @@ def test_what_was_proven_is_remembered_of_exactly_that_content(path: Path) -> No
         assert (committed.proof_of(_tag("v1")), committed.proof_of(_tag("v2", "b"))) == (Proof(), sealed)
         journal.commit(_tag("v1"), signed, Epoch(4), "op4", "the same again")
         assert journal.recollection.committed["smollm2"].proof_of(_tag("v1")) == signed
+        assert journal.recollection.committed["smollm2"].proof_of(_tag("v2", "b")) == sealed, "the way back"
+        journal.commit(_tag("v3", "c"), Proof(), Epoch(5), "op5", "another")
         assert journal.recollection.committed["smollm2"].proof_of(_tag("v2", "b")) == Proof(), "too long ago"
 
 
@@ -149,3 +177,11 @@ def test_a_signature_counts_as_long_as_its_key_is_trusted() -> None:
     assert signed.now({"a", "b"}) == signed
     assert signed.now({"b"}) == signed.now(()) == Proof("digest")
     assert Proof("sealed").now(()) == Proof("sealed")
+
+
+def test_of_two_proofs_of_one_content_the_stronger_counts() -> None:
+    by_a, by_b = Proof("signed", "a"), Proof("signed", "b")
+    assert by_a.with_later(Proof("sealed")) == by_a
+    assert Proof("sealed").with_later(Proof()) == Proof("sealed")
+    assert Proof().with_later(by_b) == by_b
+    assert by_a.with_later(by_b) == by_b, "the key that signs now"

@@ -114,6 +114,30 @@ def test_a_seal_that_is_wrong_is_refused(case: str) -> None:
     assert caught.value.file == "seal.json"
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda document: document.update(format="x" * 1_000_000),
+        lambda document: document.update(version=["x" * 1_000_000]),
+        lambda document: document.update(leaf_bytes="x" * 1_000_000),
+        lambda document: document.update(digest="x" * 1_000_000),
+        lambda document: document["files"].update({"x" * 1_000_000: {}}),
+        lambda document: document["files"][FILE].update(size="x" * 1_000_000),
+        lambda document: document["files"][FILE].update({"x" * 1_000_000: 0}),
+        set_tensor("file", "x" * 1_000_000),
+        set_tensor("dtype", "x" * 1_000_000),
+        set_tensor("shape", [10**4000] * 64),
+        set_tensor("shape", ["x" * 1_000_000]),
+        set_tensor("digest", "x" * 1_000_000),
+        set_tensor("crc32", "x" * 1_000_000),
+    ],
+)
+def test_a_refusal_is_short_whatever_the_seal_says(edit: Callable[[dict[str, Any]], object]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_seal(edited(edit))
+    assert len(caught.value.message) < 1000
+
+
 def test_aliases_with_different_checksums_are_refused() -> None:
     alias = sealed(b"abc", (3,))
     other = replace(alias, crc32=1)
