@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import final
 from uuid import uuid4
@@ -194,7 +194,8 @@ class CudaBackend:
         them first.  Not where the node has fewer processors than there are readers: they are needed more."""
         near = near_processors(_native.cuda_numa_node(device))
         if len(near) >= self._readers:
-            os.sched_setaffinity(0, near)  # of this thread
+            with suppress(OSError):  # a hint: what the process may use can have changed meanwhile
+                os.sched_setaffinity(0, near)  # of this thread
 
     @property
     def hashers_per_device(self) -> int:
