@@ -24,8 +24,8 @@ OnSealed = Callable[[FilledSlab, Slab], None]
 class Filling:
     """The new slabs of one load on its first device while they are filled.
 
-    Owns them: what is still open when `undo` unwinds is closed.  The work is `read`, on as many threads
-    of the crew as there are."""
+    Owns them: what is still open when `undo` unwinds is closed.  The work is `allocate`, once, and beside it
+    `read`, on as many threads of the crew as there are."""
 
     def __init__(
         self,
