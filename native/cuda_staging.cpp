@@ -78,9 +78,10 @@ CudaStaging::~CudaStaging() {
 void CudaStaging::read_file(int borrow_fd, std::uint64_t file_offset, std::span<Piece> pieces,
                             cuda::DevicePointer to, const std::shared_ptr<SlabCopies>& copies) {
   copies->check();
-  const ContextScope scope(device_);
-  const LanePool<Lane>::Lease lane(
-      *lanes_, [this] { return std::make_unique<Lane>(*copies_, slot_bytes_, slots_per_lane_); });
+  const LanePool<Lane>::Lease lane(*lanes_, [this] {
+    const ContextScope scope(device_);
+    return std::make_unique<Lane>(*copies_, slot_bytes_, slots_per_lane_);
+  });
   lane->slots.target = to;
   lane->slots.slab = copies;
   lane->reader.read(borrow_fd, file_offset, pieces);

@@ -126,28 +126,19 @@ void sha256_lanes(const std::byte* first, std::size_t count, std::size_t nbytes,
 void hash_leaves(std::span<const std::byte> bytes, std::uint64_t leaf_bytes, std::byte* to, ShaIsa isa,
                  std::uint32_t* crc) noexcept {
 #if defined(__x86_64__)
-  if (isa == ShaIsa::avx512) {
-    // A lane costs the same whether it is used or not; with fewer, a few at a time are faster.
-    const std::size_t worth = has_shani() ? kSha256Lanes / 2 : 1;
-    for (std::uint64_t left = bytes.size() / leaf_bytes; left >= worth;) {
-      const std::uint64_t count = std::min<std::uint64_t>(left, kSha256Lanes);
-      const auto leaves = bytes.first(count * leaf_bytes);
-      sha256_lanes(leaves.data(), count, leaf_bytes, to, crc);
-      bytes = bytes.subspan(leaves.size());
+  // Whole leaves, `most` at once as long as there are `least`.
+  const auto hash_together = [&](std::uint64_t least, std::uint64_t most, const auto& hash) {
+    for (std::uint64_t left = bytes.size() / leaf_bytes; left >= least;) {
+      const std::uint64_t count = std::min(left, most);
+      hash(bytes.data(), count, leaf_bytes, to, crc);
+      bytes = bytes.subspan(count * leaf_bytes);
       to += count * kSha256Bytes;
       left -= count;
     }
-  }
-  if (isa != ShaIsa::portable && has_shani()) {
-    for (std::uint64_t left = bytes.size() / leaf_bytes; left >= 2;) {
-      const std::uint64_t count = std::min<std::uint64_t>(left, kShaniStreams);
-      const auto leaves = bytes.first(count * leaf_bytes);
-      sha256_streams(leaves.data(), count, leaf_bytes, to, crc);
-      bytes = bytes.subspan(leaves.size());
-      to += count * kSha256Bytes;
-      left -= count;
-    }
-  }
+  };
+  // A lane costs the same whether it is used or not; with fewer, a few at a time are faster.
+  if (isa == ShaIsa::avx512) hash_together(has_shani() ? kSha256Lanes / 2 : 1, kSha256Lanes, sha256_lanes);
+  if (isa != ShaIsa::portable && has_shani()) hash_together(2, kShaniStreams, sha256_streams);
 #endif
   while (!bytes.empty()) {
     const auto leaf = bytes.first(std::min<std::uint64_t>(leaf_bytes, bytes.size()));

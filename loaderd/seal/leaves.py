@@ -42,8 +42,8 @@ class CutText:
 def cut_leaves(raw: bytes) -> CutText:
     """Take out every text of hex digits that a member called `leaves` has.
 
-    Raises CheckpointError where too much text is left.  Marks are no hex, and each is
-    to be used once: a text that looks like one gets nobody's leaves in the end.
+    Raises CheckpointError where too much text is left.  Marks are no hex, and each is to be used once: a text
+    that looks like one gets nobody's leaves in the end.
     """
     parts: list[bytes] = []
     cut = CutText(b"", {}, [])

@@ -9,12 +9,12 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgpack
 import pytest
 
+from shared.closing import Closing
 from shared.codec import PROTOCOL_VERSION
 from shared.handoff import SlabBatch
 from shared.ids import VersionTag
@@ -27,7 +27,7 @@ from tests.support.resident import make_resident
 from tests.support.serving_host import MODEL, ServingHost, serving_host
 
 
-class Puppet:
+class Puppet(Closing):
     """An inferd of which every word is chosen by the test."""
 
     def __init__(self, host: ServingHost, model: str, **fields: object) -> None:
@@ -109,14 +109,6 @@ class Puppet:
 
     def close(self) -> None:
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def wire(tag: VersionTag) -> dict[str, Any]:
