@@ -2,11 +2,12 @@
 //
 // A copy engine pauses for some 3 us between one copy and the next: 1 MiB at a time reaches 86 % of the bus of
 // an H200, 512 KiB 75 %.  Copies that the driver gets in one call follow each other without it.  So a thread submits
-// together whatever has become ready while earlier batches were under way.
+// together what has become ready while earlier batches were under way.
 //
 // Invariants:
-//  1. Two batches are under way at most, so that the engine never waits for the next one and the next one
-//     has time to grow.
+//  1. Three batches are under way at most, none of them large: the engine never waits for the next one, the next
+//     one has time to grow, and slots come free a few at a time.  All at once, and all readers would wait at the
+//     same time and then take memory bandwidth from the engine at the same time.
 //  2. A copy counts for its slot and for its slab from `add` until it has completed or failed, and it can have
 //     begun only in between: whoever waits for either may reuse or free the memory at that end.
 //  3. A copy that failed is known to its slab before it counts no more.
@@ -17,6 +18,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -87,6 +89,8 @@ class CudaCopyQueue {
 
   void run() noexcept;
   // What follows is for the thread alone.
+  // The oldest that are ready, as many as a batch takes; the caller holds the mutex.
+  void take_ready(Batch& batch) noexcept;
   void submit(Batch& batch) noexcept;
   void copy(const std::vector<Copy>& copies);
   // End the oldest batch if it has completed or failed; whether it has.
@@ -96,7 +100,7 @@ class CudaCopyQueue {
 
   CudaDevice& device_;
   CudaStream stream_;
-  std::array<Batch, 2> batches_;
+  std::array<Batch, 3> batches_;
   bool has_batches_;  // the driver takes several copies in one call
   std::vector<cuda::DevicePointer> targets_;
   std::vector<cuda::DevicePointer> sources_;
@@ -105,7 +109,7 @@ class CudaCopyQueue {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool is_ending_ = false;
-  std::vector<Copy> ready_;
+  std::deque<Copy> ready_;
 
   std::thread thread_;  // last: it uses all the others
 };

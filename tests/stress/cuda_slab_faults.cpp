@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <iterator>
@@ -120,6 +121,27 @@ void copies_of_a_driver_without_batches_are_the_same() {
     slab->close();
   }
   fake_cuda().set_batches(true);
+  CHECK(fake_cuda().live() == 0);
+}
+
+// Or all slots of all readers would come free at once.
+void a_batch_takes_a_few_of_the_copies_that_are_ready() {
+  constexpr std::size_t kMostCopies = 14;
+  constexpr unsigned kSlots = 64;
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(kSlots * kSlotBytes);
+  {
+    const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, kSlots);
+    const auto writable = WritableCudaSlab::create(*budget, staging, "slab", file.bytes.size(), false);
+    static_cast<void>(fake_cuda().take_batches());
+    fake_cuda().stall(true);
+    writable->read_file(file.fd.borrow(), 0, 0, file.bytes.size());
+    fake_cuda().stall(false);
+    const auto slab = writable->seal();
+    CHECK(crc32(resident(*slab->share())) == crc32(file.bytes));
+    CHECK(std::ranges::max(fake_cuda().take_batches()) == kMostCopies);
+    slab->close();
+  }
   CHECK(fake_cuda().live() == 0);
 }
 
@@ -504,6 +526,7 @@ int main() {
   a_slot_is_filled_again_only_after_its_copy();
   threads_have_lanes_of_their_own();
   copies_of_a_driver_without_batches_are_the_same();
+  a_batch_takes_a_few_of_the_copies_that_are_ready();
   a_copy_that_failed_is_told_before_the_slab_is_sealed();
   memory_waits_for_work_it_does_not_know();
   a_slab_may_be_closed_while_it_is_filled();

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -59,6 +60,8 @@ struct State {
   bool has_peer_access = true;
   bool is_capturing = false;
   bool has_batches = true;
+  bool is_stalled = false;
+  std::vector<std::size_t> batches;  // copies in each, as they came
   std::uint64_t next_id = 1;
   std::uint64_t sequence = 0;
   std::map<cuda::AllocationHandle, std::shared_ptr<Physical>> handles;
@@ -350,6 +353,7 @@ Result copy_batch(cuda::DevicePointer* to, cuda::DevicePointer* from, std::size_
   CHECK(count > 0 && attribute_count == 1 && *first == 0);
   check_stream(s, stream);
   CHECK(attributes->source_access_order == cuda::kSourceAccessInStreamOrder);
+  s.batches.push_back(count);
   for (std::size_t i = 0; i < count; ++i) {
     CHECK(access_to(s, to[i], nbytes[i], current_device()) == cuda::kAccessReadWrite);
     s.pending.push_back({++s.sequence, stream, to[i], nbytes[i], as_pointer(from[i])});
@@ -426,6 +430,7 @@ Result event_query(cuda::Event event) {
   CHECK(s.events.contains(event));
   const EventState recorded = s.events[event];
   CHECK(!recorded.is_of_context);
+  if (s.is_stalled) return cuda::kNotReady;
   const auto next = std::ranges::find_if(s.pending, [&](const Work& work) {
     return work.sequence <= recorded.sequence && work.stream == recorded.stream;
   });
@@ -552,6 +557,16 @@ extern "C" __attribute__((visibility("default"))) const FakeCuda& fake_cuda() {
           [](bool is_possible) {
             LOCKED;
             s.has_batches = is_possible;
+          },
+      .stall =
+          [](bool is_stalled) {
+            LOCKED;
+            s.is_stalled = is_stalled;
+          },
+      .take_batches =
+          [] {
+            LOCKED;
+            return std::exchange(s.batches, {});
           },
       .set_capturing =
           [](bool is_capturing) {

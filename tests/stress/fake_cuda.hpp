@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace changeover::stress {
 
@@ -33,6 +34,10 @@ struct FakeCuda {
   void (*set_peer_access)(bool is_possible);
   // Whether several copies can be submitted in one call; they can at first.
   void (*set_batches)(bool is_possible);
+  // Whether no work ends that is only looked at.
+  void (*stall)(bool is_stalled);
+  // How many copies were in each call for several, since this was asked before.
+  std::vector<std::size_t> (*take_batches)();
   // Whether a stream is being captured: whatever waits for a whole device ends the program then.
   void (*set_capturing)(bool is_capturing);
 };
