@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
+from itertools import islice
 
 from loaderd.crew import Crew
 from loaderd.load_request import LoadProgress, LoadRequest
@@ -24,8 +26,7 @@ OnSealed = Callable[[FilledSlab, Slab], None]
 class Filling:
     """The new slabs of one load on its first device while they are filled.
 
-    Owns them: what is still open when `undo` unwinds is closed.  The work is `allocate`, once, and beside it
-    `read`, on as many threads of the crew as there are."""
+    Owns them: what is still open when `undo` unwinds is closed."""
 
     def __init__(
         self,
@@ -58,26 +59,36 @@ class Filling:
         """All new slabs, once everything was read, in the order of the placement."""
         return tuple(self._sealed[index] for index in range(len(self._sizes)))
 
-    def allocate(self, crew: Crew) -> None:
-        """Allocate the slabs, the first to be read into first: that takes a GPU's driver a while, so reading
-        begins meanwhile.  No further where the crew is to end.  Blocking; raises OutOfMemory."""
+    def begin(self, crew: Crew) -> list[Future[None]]:
+        """Allocate the slabs, and have the crew's threads read into them: they end when all are sealed, with
+        CheckpointError where a file ends early or cannot be read, with Superseded where the crew is to end.
+
+        To allocate takes a GPU's driver a while, so reading begins with the first slab; not earlier, for
+        readers that have nothing to do yet only hold up whom they wait for.  Blocking, until all slabs are
+        allocated or the crew is to end; raises OutOfMemory."""
+        order = iter(self._schedule.order)
+        for index in islice(order, 1):
+            self._allocate(index)
+        reading = crew.start(self._backend.readers, lambda: self._read(crew))
         try:
-            for index in self._schedule.order:
+            for index in order:
                 if crew.is_ending:
-                    return
-                slab = self._backend.create_slab(self._device, self._sizes[index])
-                with self._allocated:
-                    self._undo.enter_context(slab)
-                    self._writable[index] = slab
-                    self._allocated.notify_all()
+                    break
+                self._allocate(index)
         finally:
             with self._allocated:
                 self._is_allocating = False
                 self._allocated.notify_all()
+        return reading
 
-    def read(self, crew: Crew) -> None:
-        """Read extents until none is left, each once its slab is allocated.  Raises CheckpointError where a
-        file ends early or cannot be read, Superseded where the crew is to end."""
+    def _allocate(self, index: int) -> None:
+        slab = self._backend.create_slab(self._device, self._sizes[index])
+        with self._allocated:
+            self._undo.enter_context(slab)
+            self._writable[index] = slab
+            self._allocated.notify_all()
+
+    def _read(self, crew: Crew) -> None:
         self._backend.stay_near(self._device)
         while True:
             with self._lock:

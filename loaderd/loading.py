@@ -118,9 +118,7 @@ class _Load:
         with Crew(cancelled, self._readers + hashers) as crew:
             hashing = crew.start(hashers, lambda: self._hash(crew))
             try:
-                reading = crew.start(self._readers, lambda: self._filling.read(crew))
-                self._filling.allocate(crew)
-                crew.wait(reading)
+                crew.wait(self._filling.begin(crew))
                 self._loaded = time.perf_counter()
                 self._progress.is_verifying = True
                 crew.check()

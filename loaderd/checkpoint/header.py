@@ -164,11 +164,9 @@ class _Header:
             raise self.refusal("dtype is not a string", tensor=name)
         if not isinstance(shape, list):
             raise self.refusal("shape is not an array", tensor=name)
-        match offsets:
-            case [int(begin), int(end)] if type(begin) is type(end) is int:
-                return dtype, tuple(shape), begin, end
-            case _:
-                raise self.refusal("data_offsets are not two integers", tensor=name)
+        if not isinstance(offsets, list) or [type(each) for each in offsets] != [int, int]:
+            raise self.refusal("data_offsets are not two integers", tensor=name)
+        return dtype, tuple(shape), *offsets
 
 
 def _check_coverage(tensors: list[TensorSource], *, file: str, start: int, end: int) -> None:

@@ -51,7 +51,7 @@ SLOT_BYTES = 512 << 10
 batches, so that the bus does not mind (native/cuda_copy_queue.hpp)."""
 
 SLOTS_PER_THREAD = 6
-"""One is read into while two batches of others are copied from."""
+"""One is read into while others are copied from: a batch of copies may have several of them."""
 
 MOST_READERS = 16
 """A dozen read as fast as the bus carries."""
@@ -146,7 +146,7 @@ class CudaBackend:
 
     __slots__ = (
         *("_budgets", "_creating", "_devices", "_hashers_per_device", "_legacy_ipc", "_limit_bytes"),
-        *("_pools", "_readers", "_slots", "_staging"),
+        *("_near", "_pools", "_readers", "_slots", "_staging"),
     )
 
     def __init__(
@@ -170,6 +170,7 @@ class CudaBackend:
         # An eighth of the cores is left to who hashes, submits copies and serves: reading takes all it gets.
         self._readers = readers or min(MOST_READERS, cores - cores // 8)
         self._hashers_per_device = hashers_per_device
+        self._near = {device: near_processors(_native.cuda_numa_node(device)) for device in self._devices}
         self._staging: dict[DeviceId, _native.CudaStaging] = {}
         self._creating = threading.Lock()
 
@@ -192,7 +193,7 @@ class CudaBackend:
     def stay_near(self, device: DeviceId) -> None:
         """Pinned slots are then on the device's side of the host too, for the thread that makes them touches
         them first.  Not where the node has fewer processors than there are readers: they are needed more."""
-        near = near_processors(_native.cuda_numa_node(device))
+        near = self._near[device]
         if len(near) >= self._readers:
             with suppress(OSError):  # a hint: what the process may use can have changed meanwhile
                 os.sched_setaffinity(0, near)  # of this thread

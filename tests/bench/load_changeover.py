@@ -117,9 +117,7 @@ def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:
     with ExitStack() as undo:
         filling = Filling(request, backend, LoadProgress(), Gate(), lambda filled, slab: None, undo)
         with Crew(threading.Event(), backend.readers) as crew:
-            reading = crew.start(backend.readers, lambda: filling.read(crew))
-            filling.allocate(crew)
-            crew.wait(reading)
+            crew.wait(filling.begin(crew))
             crew.check()
         slabs = filling.slabs
         undo.pop_all()
