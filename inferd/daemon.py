@@ -23,6 +23,7 @@ from inferd.slots import Slots
 from shared.errors import ConfigError, ResourceError
 from shared.gate import Gate
 from shared.health import HealthServer, LoopPulse
+from shared.heap import freeze_heap
 from shared.http_server import HttpServer
 from shared.ids import VersionTag
 from shared.logs import route_library_logs
@@ -109,6 +110,7 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
         health = HealthServer(run_dir.inferd_health(config.name), live, ready, registry)
         await stack.enter_async_context(health)
         server = HttpServer(api, listener, grace_s=int(config.shutdown_timeout_s) + 1, lifespan="off")
+        freeze_heap()  # before there are weights
         async with AsyncExitStack() as serving:
             await serving.enter_async_context(server)
             supervisor.start(pulse.run(), name="pulse")

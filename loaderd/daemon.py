@@ -57,6 +57,7 @@ from shared.control import (
 )
 from shared.errors import ChangeoverError, InvalidRequest, ResourceError
 from shared.health import HealthServer, LoopPulse
+from shared.heap import freeze_heap
 from shared.ids import DeviceId, Generation, LeaseId, VersionRef
 from shared.memory.selection import open_backend, reserve_pool
 from shared.metrics import loop_lag_histogram, new_registry
@@ -367,6 +368,7 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             for root in config.model_roots:
                 if not root.is_dir():
                     log.warning("model root is not there", root=str(root))
+            freeze_heap()  # before there are versions
             loaderd.recover()
             supervisor.start(pulse.run(), name="pulse")
             supervisor.start(loaderd.handoff.run(listener), name="handoff")

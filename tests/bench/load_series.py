@@ -14,6 +14,10 @@ from tests.bench.load_loaders import Loader, Resident, Setting
 from tests.bench.load_model import BLOCK_BYTES, Model, doubled_block
 from tests.bench.load_report import NOT_COMPARED
 
+_REST_S = 0.05
+"""After memory was freed.  The driver clears it with the engine that copies to the GPU, which halves the
+speed of a load that begins meanwhile (16 GB take 20 ms); no loader measures its own freeing."""
+
 
 @dataclass(slots=True)
 class Series:
@@ -68,6 +72,7 @@ def load_once(
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
+        time.sleep(_REST_S)
 
 
 def difference(resident: Resident, model: Model, *, is_part: bool) -> str:
