@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self
 
@@ -15,17 +14,20 @@ class Crew:
     """Runs the same work on several threads.  The first error ends all of them, and so does `cancelled`, as
     far as they ask `check_going`; leaving the block waits for them."""
 
-    def __init__(self, cancelled: threading.Event, threads: int) -> None:
+    def __init__(self, cancelled: threading.Event) -> None:
         self._cancelled = cancelled
         self._has_failed = threading.Event()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="load")
-        self._futures: list[Future[None]] = []
+        self._threads: list[threading.Thread] = []
+        self._errors: list[BaseException] = []  # in the order in which they came
 
-    def start(self, threads: int, work: Callable[[], None]) -> list[Future[None]]:
+    def start(self, threads: int, work: Callable[[], None]) -> Sequence[threading.Thread]:
         """Run `work` on so many threads at once."""
-        started = [self._threads.submit(self._guarded, work) for _ in range(threads)]
-        self._futures.extend(started)
-        return started
+        before = len(self._threads)
+        for number in range(before, before + threads):
+            thread = threading.Thread(target=self._guarded, args=(work,), name=f"load-{number}")
+            thread.start()
+            self._threads.append(thread)
+        return self._threads[before:]
 
     @property
     def is_ending(self) -> bool:
@@ -37,18 +39,19 @@ class Crew:
         if self.is_ending:
             raise Superseded("the load was ended")
 
-    def wait(self, started: Sequence[Future[None]]) -> None:
+    def wait(self, started: Sequence[threading.Thread]) -> None:
         """Wait until these have ended, in whatever way.  Blocking."""
-        wait(started)
+        for thread in started:
+            thread.join()
 
     def check(self) -> None:
         """Raise what the crew's threads ended with: Superseded if the load was cancelled, else the first
         error that is a cause and not a consequence."""
         if self._cancelled.is_set():
             raise Superseded("the load was ended")
-        errors = [error for future in self._futures if future.done() and (error := future.exception())]
-        if errors:
-            raise next((error for error in errors if not isinstance(error, Superseded)), errors[0])
+        if self._errors:
+            causes = (error for error in self._errors if not isinstance(error, Superseded))
+            raise next(causes, self._errors[0])
 
     def __enter__(self) -> Self:
         return self
@@ -58,11 +61,12 @@ class Crew:
     ) -> None:
         if error is not None:
             self._has_failed.set()
-        self._threads.shutdown()
+        self.wait(self._threads)
+        self._errors.clear()  # their frames hold this crew, and slabs
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException:
+        except BaseException as error:  # noqa: BLE001 - raised by `check`, on the thread that waits
+            self._errors.append(error)
             self._has_failed.set()
-            raise

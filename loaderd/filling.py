@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import islice
 
 from loaderd.crew import Crew
 from loaderd.load_request import LoadProgress, LoadRequest
@@ -59,19 +57,15 @@ class Filling:
         """All new slabs, once everything was read, in the order of the placement."""
         return tuple(self._sealed[index] for index in range(len(self._sizes)))
 
-    def begin(self, crew: Crew) -> list[Future[None]]:
+    def begin(self, crew: Crew) -> Sequence[threading.Thread]:
         """Allocate the slabs, and have the crew's threads read into them: they end when all are sealed, with
         CheckpointError where a file ends early or cannot be read, with Superseded where the crew is to end.
 
-        To allocate takes a GPU's driver a while, so reading begins with the first slab; not earlier, for
-        readers that have nothing to do yet only hold up whom they wait for.  Blocking, until all slabs are
-        allocated or the crew is to end; raises OutOfMemory."""
-        order = iter(self._schedule.order)
-        for index in islice(order, 1):
-            self._allocate(index)
+        To allocate takes a GPU's driver a while, so reading begins with the first slab.  Blocking, until all
+        are allocated or the crew is to end; raises OutOfMemory."""
         reading = crew.start(self._backend.readers, lambda: self._read(crew))
         try:
-            for index in order:
+            for index in self._schedule.order:
                 if crew.is_ending:
                     break
                 self._allocate(index)
@@ -90,6 +84,8 @@ class Filling:
 
     def _read(self, crew: Crew) -> None:
         self._backend.stay_near(self._device)
+        with self._allocated:  # until then, readers that take turns in Python only hold up whom they wait for
+            self._allocated.wait_for(lambda: self._writable or not self._is_allocating)
         while True:
             with self._lock:
                 taken = self._schedule.take()

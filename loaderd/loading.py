@@ -101,7 +101,6 @@ class _Load:
         self._request = request
         self._progress = progress
         self._pace = pace
-        self._readers = backend.readers
         self._hashers = backend.hashers_per_device * len(request.devices)
         self._started = self._loaded = time.perf_counter()
         self._first_sealed: float | None = None
@@ -114,9 +113,8 @@ class _Load:
         """Read, copy and hash everything.  Raises the first error, when all threads have ended."""
         for index, replicas in enumerate(self._request.shared, len(self._request.placement.slabs)):
             self._queue_copies(FilledSlab(index, {}), next(iter(replicas.values())))
-        hashers = self._hashers
-        with Crew(cancelled, self._readers + hashers) as crew:
-            hashing = crew.start(hashers, lambda: self._hash(crew))
+        with Crew(cancelled) as crew:
+            hashing = crew.start(self._hashers, lambda: self._hash(crew))
             try:
                 crew.wait(self._filling.begin(crew))
                 self._loaded = time.perf_counter()

@@ -116,7 +116,7 @@ def _fill(request: LoadRequest, backend: MemoryBackend) -> tuple[Slab, ...]:
     """The reading of a load alone, on as many threads: what the daemon never offers to anyone."""
     with ExitStack() as undo:
         filling = Filling(request, backend, LoadProgress(), Gate(), lambda filled, slab: None, undo)
-        with Crew(threading.Event(), backend.readers) as crew:
+        with Crew(threading.Event()) as crew:
             crew.wait(filling.begin(crew))
             crew.check()
         slabs = filling.slabs
