@@ -58,29 +58,28 @@ class Filling:
         return tuple(self._sealed[index] for index in range(len(self._sizes)))
 
     def begin(self, crew: Crew) -> Sequence[threading.Thread]:
-        """Allocate the slabs, and have the crew's threads read into them: they end when all are sealed, with
-        CheckpointError where a file ends early or cannot be read, with Superseded where the crew is to end.
+        """Have the crew's threads allocate the slabs and read into them: they end when all are sealed, with
+        OutOfMemory, with CheckpointError where a file ends early or cannot be read, with Superseded where the
+        crew is to end.
 
-        To allocate takes a GPU's driver a while, so reading begins with the first slab.  Blocking, until all
-        are allocated or the crew is to end; raises OutOfMemory."""
-        reading = crew.start(self._backend.readers, lambda: self._read(crew))
+        To allocate takes a GPU's driver a while: reading begins with the first slab."""
+        allocating = crew.start(1, lambda: self._allocate(crew))
+        return [*allocating, *crew.start(self._backend.readers, lambda: self._read(crew))]
+
+    def _allocate(self, crew: Crew) -> None:
         try:
             for index in self._schedule.order:
                 if crew.is_ending:
-                    break
-                self._allocate(index)
+                    return
+                slab = self._backend.create_slab(self._device, self._sizes[index])
+                with self._allocated:
+                    self._undo.enter_context(slab)
+                    self._writable[index] = slab
+                    self._allocated.notify_all()
         finally:
             with self._allocated:
                 self._is_allocating = False
                 self._allocated.notify_all()
-        return reading
-
-    def _allocate(self, index: int) -> None:
-        slab = self._backend.create_slab(self._device, self._sizes[index])
-        with self._allocated:
-            self._undo.enter_context(slab)
-            self._writable[index] = slab
-            self._allocated.notify_all()
 
     def _read(self, crew: Crew) -> None:
         self._backend.stay_near(self._device)
