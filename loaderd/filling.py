@@ -14,7 +14,7 @@ from shared.errors import CheckpointError, ReadFailed, Superseded
 from shared.gate import Pacer
 from shared.memory.backend import MemoryBackend, Slab, WritableSlab
 
-RUN_BYTES = 8 << 20
+RUN_BYTES = 16 << 20
 """Most bytes of one read; a few such reads per thread are under way."""
 
 OnSealed = Callable[[FilledSlab, Slab], None]

@@ -26,10 +26,10 @@ constexpr unsigned kCrcChunkLog2 = 11;
 constexpr std::uint64_t kCrcBlockBytes = std::uint64_t{kCrcThreads} << kCrcChunkLog2;
 static_assert(1U << kCrcLevels == kCrcThreads);
 
-// As in kernels/sha256.cu.  Small blocks spread the leaves of one tensor over the whole device.
-constexpr unsigned kShaLeaves = 32;
-constexpr unsigned kShaThreads = 2 * kShaLeaves;
+// Small blocks spread the leaves of one tensor over the whole device.
+constexpr unsigned kShaThreads = 32;
 
+// As in kernels/sha256.cu.
 struct LeafRange {
   cuda::DevicePointer data;
   std::uint64_t nbytes;
@@ -174,7 +174,7 @@ void CudaDigests::digest(std::span<const DeviceRange> ranges, std::uint64_t leaf
       std::uint64_t end = begin + slice;
       std::uint32_t one = 1;
       void* arguments[] = {&first, &count, &leaf_bytes, &leaves, &begin, &end, &results, &one};
-      lane.begin(sha256_, (leaves + kShaLeaves - 1) / kShaLeaves, kShaThreads, arguments);
+      lane.begin(sha256_, (leaves + kShaThreads - 1) / kShaThreads, kShaThreads, arguments);
       const double part = std::min(1.0, static_cast<double>(end) / static_cast<double>(blocks));
       // A leaf takes its thread some milliseconds however few there are; checksums fit in beside them.
       const std::size_t due =

@@ -1,5 +1,4 @@
-// SHA-256 (FIPS 180-4) of the leaves of ranges of device memory, two threads per leaf: one prepares the words of a
-// block (the message schedule), the other does the rounds of the block before.
+// SHA-256 (FIPS 180-4) of the leaves of ranges of device memory, one thread per leaf.
 //
 // A leaf is hashed in order, so that one range keeps the device busy only if it has tens of thousands of
 // them: many ranges go into one launch.  For the same reason a launch over whole leaves takes milliseconds
@@ -42,16 +41,10 @@ __device__ __forceinline__ void wait_for_all_but() {}
 __device__ __forceinline__ u32 rotate(u32 x, int by) { return __funnelshift_r(x, x, by); }
 __device__ __forceinline__ u32 big_endian(u32 x) { return __byte_perm(x, 0, 0x0123); }
 
-constexpr u32 kLeaves = 32;  // of a block of threads: its two warps have one thread for each
-
-// The words of one block of each leaf, each with its round's constant.
-struct Words {
-  u32 by_round[64][kLeaves];
-};
-
 // `one` is 1, which the compiler must not know: an addition with a product in it goes to the pipe of
-// multiplications, and the one of rotations and logic, which is the limit, has less to do.
-__device__ __forceinline__ void schedule(u32 (&w)[16], Words& words, u32 lane, u32 one) {
+// multiplications, and the one of rotations and logic, which is the limit, has a quarter less to do.
+__device__ __forceinline__ void compress(u32 (&h)[8], u32 (&w)[16], u32 one) {
+  u32 a = h[0], b = h[1], c = h[2], d = h[3], e = h[4], f = h[5], g = h[6], i = h[7];
 #pragma unroll
   for (int round = 0; round < 64; ++round) {
     if (round >= 16) {
@@ -61,25 +54,15 @@ __device__ __forceinline__ void schedule(u32 (&w)[16], Words& words, u32 lane, u
       const u32 small1 = rotate(y, 17) ^ rotate(y, 19) ^ (y >> 10);
       w[round & 15] = ((w[round & 15] * one + w[(round + 9) & 15]) * one + small0) * one + small1;
     }
-    words.by_round[round][lane] = w[round & 15] * one + kRound[round];
-  }
-}
-
-__device__ __forceinline__ void compress(u32 (&h)[8], const Words& words, u32 lane, u32 one) {
-  u32 a = h[0], b = h[1], c = h[2], d = h[3], e = h[4], f = h[5], g = h[6], i = h[7];
-#pragma unroll
-  for (int round = 0; round < 64; ++round) {
-    // Each round waits for the one before it: what comes last is added last, to sums that are ready by then.
-    const u32 early = words.by_round[round][lane] * one + i;
+    // Added in the order in which the terms are ready: with few leaves, a round waits for the one before it.
+    const u32 early = (w[round & 15] * one + kRound[round]) * one + i;
     const u32 choose = (e & f) ^ (~e & g);
-    const u32 for_e = choose * one + (early * one + d);
-    const u32 for_a = choose * one + early;
     const u32 sum1 = rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25);
-    const u32 next_e = sum1 * one + for_e;
-    const u32 both = sum1 * one + for_a;
-    const u32 majority = (a & b) ^ (a & c) ^ (b & c);
     const u32 sum0 = rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22);
-    const u32 next_a = sum0 * one + (majority * one + both);
+    const u32 majority = (a & b) ^ (a & c) ^ (b & c);
+    const u32 both = early + choose + sum1;
+    const u32 next_e = both * one + d;
+    const u32 next_a = (majority * one + sum0) * one + both;
     i = g;
     g = f;
     f = e;
@@ -120,14 +103,15 @@ struct Range {
   u64 first_leaf;  // of all leaves of the launch; ascending, the first is 0
 };
 
-// A leaf, and its blocks of 64 bytes, with padding: one bit, and the length in 64 bits.
-struct Leaf {
-  const u8* from;
-  u64 size;
-  u64 blocks;
-};
-
-__device__ __forceinline__ Leaf find_leaf(const Range* ranges, u32 range_count, u64 leaf_bytes, u64 leaf) {
+// Leaf i of a range holds its bytes from i * leaf_bytes to the next leaf or the end.  Of every leaf the blocks
+// of 64 bytes (with padding) from `first_block` up to `end_block` are hashed; slices go in order, from 0.  `one`
+// is 1.
+extern "C" __global__ void __launch_bounds__(32) sha256_leaves(const Range* __restrict__ ranges, u32 range_count,
+                                                               u64 leaf_bytes, u64 leaves, u64 first_block,
+                                                               u64 end_block, u32* __restrict__ digests,
+                                                               u32 one) {
+  const u64 leaf = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (leaf >= leaves) return;
   u32 low = 0;
   for (u32 high = range_count; high - low > 1;) {
     const u32 middle = low + (high - low) / 2;
@@ -137,96 +121,72 @@ __device__ __forceinline__ Leaf find_leaf(const Range* ranges, u32 range_count, 
   const Range range = ranges[low];
   const u64 first = (leaf - range.first_leaf) * leaf_bytes;
   const u64 size = leaf_bytes < range.nbytes - first ? leaf_bytes : range.nbytes - first;
-  return {range.data + first, size, (size + 9 + 63) / 64};
-}
+  const u8* const from = range.data + first;
+  const bool is_aligned = ((u64)from & 15) == 0;
+  const u64 whole = size / 64;
+  const u64 blocks = (size + 9 + 63) / 64;  // with the padding: one bit, and the length in 64 bits
 
-// A block at the end of a leaf, or of one that starts anywhere.
-__device__ __forceinline__ void gather(const Leaf& leaf, u64 block, u32 (&w)[16]) {
-  const u8* const at = leaf.from + block * 64;
-  const u64 left = block * 64 < leaf.size ? leaf.size - block * 64 : 0;  // data bytes in this block
-  const bool has_mark = block * 64 <= leaf.size;                         // the bit after the last byte
-#pragma unroll
-  for (int word = 0; word < 16; ++word) {
-    u32 value = 0;
-#pragma unroll
-    for (int byte = 0; byte < 4; ++byte) {
-      const u64 position = 4 * word + byte;
-      u32 next = 0;
-      if (position < left) next = at[position];
-      else if (position == left && has_mark) next = 0x80;
-      value = value << 8 | next;
-    }
-    w[word] = value;
-  }
-  if (block == leaf.blocks - 1) {
-    w[14] = (u32)(leaf.size >> 29);
-    w[15] = (u32)(leaf.size << 3);
-  }
-}
+  if (first_block >= blocks) return;  // a short leaf, done before
+  const u64 end = end_block < blocks ? end_block : blocks;
 
-// Leaf i of a range holds its bytes from i * leaf_bytes to the next leaf or the end.  Of every leaf the blocks
-// from `first_block` up to `end_block` are hashed; slices go in order, from 0.  `one` is 1.
-extern "C" __global__ void __launch_bounds__(2 * kLeaves)
-    sha256_leaves(const Range* __restrict__ ranges, u32 range_count, u64 leaf_bytes, u64 leaves, u64 first_block,
-                  u64 end_block, u32* __restrict__ digests, u32 one) {
-  __shared__ Words words[2];  // of one block while its rounds are done, and of the next
-  const u32 lane = threadIdx.x % kLeaves;
-  const u64 number = (u64)blockIdx.x * kLeaves + lane;
-  const bool is_there = number < leaves;
-  const Leaf leaf = is_there ? find_leaf(ranges, range_count, leaf_bytes, number) : Leaf{nullptr, 0, 0};
-  const u64 end = end_block < leaf.blocks ? end_block : leaf.blocks;
-  u64 block = first_block;  // at or behind the end: a short leaf, done before
-
-  // Warps stay with one of the four schedulers of their multiprocessor, by their place in the block: rounds take
-  // longer, so every other block has them in the other place.
-  if (threadIdx.x / kLeaves == (blockIdx.x & 1)) {
-    u32* const digest = digests + number * 8;
-    const bool is_begun = block < end;
-    u32 h[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    if (first_block > 0 && is_begun) {
+  u32 h[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  if (first_block > 0) {
 #pragma unroll
-      for (int word = 0; word < 8; ++word) h[word] = digest[word];
-    }
-#pragma unroll 1
-    for (; __syncthreads_or(block < end); ++block) {
-      if (block < end) compress(h, words[block % 2], lane, one);
-    }
-    if (!is_begun) return;
-#pragma unroll
-    for (int word = 0; word < 8; ++word) digest[word] = end == leaf.blocks ? big_endian(h[word]) : h[word];
-    return;
+    for (int word = 0; word < 8; ++word) h[word] = digests[leaf * 8 + word];
   }
-  // Whole blocks, the next ones on their way while one is prepared; behind the end, the last one again.
-  __shared__ Stage stages[kStages][kLeaves];
-  const u64 whole = ((u64)leaf.from & 15) == 0 ? leaf.size / 64 : 0;
+  u64 block = first_block;
   const u64 whole_end = end < whole ? end : whole;
-  const u64 last = whole_end - 1;
-  if (block < whole_end) {
+  if (is_aligned && block < whole_end) {
+    // Whole blocks, the next ones on their way while one is hashed; behind the end, the last one again.
+    __shared__ Stage stages[kStages][32];
+    const u64 last = whole_end - 1;
     for (u64 next = block; next < block + kStages - 1; ++next) {
-      fetch(stages[next % kStages][lane], leaf.from + (next < last ? next : last) * 64);
+      fetch(stages[next % kStages][threadIdx.x], from + (next < last ? next : last) * 64);
+    }
+#pragma unroll 1
+    for (; block < whole_end; ++block) {
+      const u64 next = block + kStages - 1;
+      fetch(stages[next % kStages][threadIdx.x], from + (next < last ? next : last) * 64);
+      wait_for_all_but<kStages - 1>();
+      const Stage& stage = stages[block % kStages][threadIdx.x];
+      u32 w[16];
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const uint4 words = stage.quarters[quarter];
+        w[4 * quarter] = big_endian(words.x);
+        w[4 * quarter + 1] = big_endian(words.y);
+        w[4 * quarter + 2] = big_endian(words.z);
+        w[4 * quarter + 3] = big_endian(words.w);
+      }
+      compress(h, w, one);
     }
   }
+  // The end of a leaf, and leaves that start anywhere.
 #pragma unroll 1
-  do {
-    if (block < end) {
-      u32 w[16];
-      if (block < whole_end) {
-        const u64 next = block + kStages - 1;
-        fetch(stages[next % kStages][lane], leaf.from + (next < last ? next : last) * 64);
-        wait_for_all_but<kStages - 1>();
-        const Stage& stage = stages[block % kStages][lane];
+  for (; block < end; ++block) {
+    const u8* const at = from + block * 64;
+    const u64 left = block * 64 < size ? size - block * 64 : 0;  // data bytes in this block
+    const bool has_mark = block * 64 <= size;                    // the bit after the last byte
+    u32 w[16];
 #pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-          const uint4 four = stage.quarters[quarter];
-          w[4 * quarter] = big_endian(four.x);
-          w[4 * quarter + 1] = big_endian(four.y);
-          w[4 * quarter + 2] = big_endian(four.z);
-          w[4 * quarter + 3] = big_endian(four.w);
-        }
-      } else {
-        gather(leaf, block, w);
+    for (int word = 0; word < 16; ++word) {
+      u32 value = 0;
+#pragma unroll
+      for (int byte = 0; byte < 4; ++byte) {
+        const u64 position = 4 * word + byte;
+        u32 next = 0;
+        if (position < left) next = at[position];
+        else if (position == left && has_mark) next = 0x80;
+        value = value << 8 | next;
       }
-      schedule(w, words[block % 2], lane, one);
+      w[word] = value;
     }
-  } while (__syncthreads_or(block++ < end));
+    if (block == blocks - 1) {
+      w[14] = (u32)(size >> 29);
+      w[15] = (u32)(size << 3);
+    }
+    compress(h, w, one);
+  }
+#pragma unroll
+  for (int word = 0; word < 8; ++word) digests[leaf * 8 + word] = end == blocks ? big_endian(h[word]) : h[word];
 }

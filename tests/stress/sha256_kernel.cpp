@@ -1,14 +1,10 @@
-// The SHA-256 kernel's own source, compiled for the processor and run leaf by leaf, each with its two threads:
-// whole leaves and slices of every size, with blocks that arrive as early and as late as they may, against the
-// portable digests.  What only a GPU can show is in tests/gpu.
-#include <array>
-#include <atomic>
-#include <barrier>
+// The SHA-256 kernel's own source, compiled for the processor and run thread by thread: whole leaves and
+// slices of every size, with blocks that arrive as early and as late as they may, against the portable
+// digests.  What only a GPU can show is in tests/gpu.
 #include <cstdint>
 #include <cstring>
 #include <deque>
 #include <span>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -23,7 +19,7 @@ struct Index {
 struct uint4 {
   unsigned x, y, z, w;
 };
-static thread_local Index blockIdx, threadIdx;
+static Index blockIdx, blockDim, threadIdx;
 
 inline unsigned __funnelshift_r(unsigned low, unsigned high, int by) {
   return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> by);
@@ -36,8 +32,8 @@ struct AsyncCopy {
   const uint4* from;
 };
 static bool is_late;
-static thread_local std::deque<std::vector<AsyncCopy>> groups_under_way;
-static thread_local std::vector<AsyncCopy> next_group;
+static std::deque<std::vector<AsyncCopy>> groups_under_way;
+static std::vector<AsyncCopy> next_group;
 
 inline void copy_async(uint4* to, const uint4* from) {
   const uint4 read = *from;  // where AddressSanitizer sees a block too many
@@ -51,17 +47,6 @@ void wait_for_all_but() {
     if (!is_late) continue;
     for (const AsyncCopy& copy : groups_under_way.front()) *copy.to = *copy.from;
   }
-}
-
-// Of the two threads of a leaf, which are all that ever know of each other.
-static std::barrier both{2};
-inline bool __syncthreads_or(bool is_true) {
-  static std::array<std::atomic<bool>, 2> votes;
-  votes[threadIdx.x / 32] = is_true;
-  both.arrive_and_wait();
-  const bool is_any = votes[0] || votes[1];
-  both.arrive_and_wait();  // nobody votes again before both have counted
-  return is_any;
 }
 
 #define __device__
@@ -80,17 +65,14 @@ namespace {
 
 void launch(std::span<const gpu::Range> ranges, std::uint64_t leaf_bytes, std::uint64_t leaves, std::uint64_t first,
             std::uint64_t end, std::vector<unsigned>& digests) {
-  const auto run = [&](unsigned warp) {
-    for (unsigned leaf = 0; leaf < leaves + 1; ++leaf) {  // and one that is not there
-      gpu::blockIdx.x = leaf / 32;
-      gpu::threadIdx.x = 32 * warp + leaf % 32;
-      gpu::sha256_leaves(ranges.data(), static_cast<unsigned>(ranges.size()), leaf_bytes, leaves, first, end,
-                         digests.data(), 1);
-      gpu::groups_under_way.clear();
-    }
-  };
-  std::jthread second(run, 1);
-  run(0);
+  gpu::blockDim.x = 32;
+  for (unsigned thread = 0; thread < (leaves + 31) / 32 * 32; ++thread) {
+    gpu::blockIdx.x = thread / 32;
+    gpu::threadIdx.x = thread % 32;
+    gpu::sha256_leaves(ranges.data(), static_cast<unsigned>(ranges.size()), leaf_bytes, leaves, first, end,
+                       digests.data(), 1);
+    gpu::groups_under_way.clear();
+  }
 }
 
 void slices_agree(std::size_t skip, const std::vector<std::size_t>& sizes, std::uint64_t leaf_bytes,
