@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import os
 import shutil
 import statistics
 from dataclasses import asdict, dataclass, replace
@@ -59,6 +60,14 @@ class Pushed:
     bytes_read: int
     bytes_allocated: int
 
+    def text(self) -> str:
+        """One line of the table."""
+        return (
+            f"{self.version:8} {self.nbytes / 1e9:6.2f} GB  push {self.wall_s:.3f} s, "
+            f"processor {self.processor_s:.2f} s, load {self.load_s:.3f} s  "
+            f"read {self.bytes_read / self.nbytes:6.1%}  allocated {self.bytes_allocated / self.nbytes:6.1%}"
+        )
+
 
 def push(host: ServingHost, name: str, nbytes: int) -> Pushed:
     """Push a folder and wait for the end."""
@@ -99,10 +108,11 @@ def measure(host: ServingHost, gb: float, rounds: int) -> list[tuple[Pushed, Pus
             model = Variant(gb, round=turn, is_tuned=is_tuned)
             folder = host.model_root / name
             write_model(folder, model)
-            seal_directory(folder)
+            seal_directory(folder, jobs=os.cpu_count() or 1)
             if host.status().memory[0].device == HOST_DEVICE:
                 fetch_memory(model.nbytes * 5 // 4)
             pair.append(push(host, name, model.nbytes))
+            print(pair[-1].text(), flush=True)  # as it comes: what runs out of time has shown something
             shutil.rmtree(folder)
         found.append((pair[0], pair[1]))
     return found
@@ -121,12 +131,6 @@ def main() -> None:
     with serving_host(options.folder, f'backend = "{options.backend}"\nlog_level = "warning"') as host:
         host.start_loaderd()
         pairs = measure(host, options.gb, options.rounds)
-    for each in (push for pair in pairs for push in pair):
-        print(
-            f"{each.version:8} {each.nbytes / 1e9:6.2f} GB  push {each.wall_s:.3f} s, "
-            f"processor {each.processor_s:.2f} s, load {each.load_s:.3f} s  "
-            f"read {each.bytes_read / each.nbytes:6.1%}  allocated {each.bytes_allocated / each.nbytes:6.1%}"
-        )
     wall = statistics.median(tuned.wall_s / base.wall_s for base, tuned in pairs)
     processor = statistics.median(tuned.processor_s / base.processor_s for base, tuned in pairs)
     print(f"a fine-tune takes {wall:.1%} of the full push, {processor:.1%} of its processor time (medians)")
