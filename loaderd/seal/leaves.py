@@ -19,9 +19,6 @@ REST_LIMIT_BYTES = 256 * MAX_TENSORS
 """Cap of what a seal says beside the leaves; a quarter for text that is not ASCII, of which each character
 takes up to four bytes once it is decoded."""
 
-_PART_BYTES = 1 << 20
-"""Looked at together: the leaves of one tensor may be all of the text, and are not to be held twice."""
-
 _LEAVES = re.compile(rb'"leaves"[ \t\n\r]*+:[ \t\n\r]*+"')
 
 
@@ -48,7 +45,9 @@ def cut_leaves(raw: bytes) -> CutText:
     parts: list[bytes] = []
     cut = CutText(b"", {}, [])
     done = rest_bytes = 0
-    for found in _LEAVES.finditer(raw):
+    look_from = 0
+    while (found := _LEAVES.search(raw, look_from)) is not None:
+        look_from = found.end()
         if raw[found.start() - 1 : found.start()] == b"\\":
             continue  # the end of another name: x"leaves
         start, end = found.end(), raw.find(b'"', found.end())
@@ -63,7 +62,7 @@ def cut_leaves(raw: bytes) -> CutText:
             )
         parts += (raw[done:start], mark.encode("ascii"))
         rest_bytes += start - done + len(mark)
-        done = end
+        look_from = done = end
         cut.places.append((rest_bytes, done - rest_bytes))
     rest_bytes += len(raw) - done
     limit_bytes = REST_LIMIT_BYTES if raw.isascii() else REST_LIMIT_BYTES // 4
@@ -77,11 +76,9 @@ def cut_leaves(raw: bytes) -> CutText:
 
 
 def _leaves(raw: bytes, start: int, end: int) -> bytes | None:
-    """What lower-case hex digits in `raw` say.  Ten times as fast as a pattern for them."""
-    for at in range(start, end, _PART_BYTES):
-        part = raw[at : min(at + _PART_BYTES, end)]
-        if part != part.lower():
-            return None
+    """What lower-case hex digits in `raw` say.  Many times as fast as a pattern for them."""
+    if any(raw.find(capital, start, end) >= 0 for capital in b"ABCDEF"):
+        return None
     try:
         return binascii.unhexlify(memoryview(raw)[start:end])
     except binascii.Error:
