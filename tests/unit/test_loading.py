@@ -261,27 +261,41 @@ def test_readers_stay_near_the_device_they_read_into(folder: Path, backend: Fake
         slab.close()
 
 
+class _Meter:
+    """Lets everything through, and says how much it was."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.admitted = 0
+
+    def admit(self, nbytes: int) -> None:
+        with self.lock:
+            self.admitted += nbytes
+
+    def grain_bytes(self, most_bytes: int) -> int:
+        return most_bytes
+
+    def spread_s(self, nbytes: int) -> float:
+        return 0.0
+
+
 def test_reads_and_hashes_are_paced(folder: Path, backend: FakeBackend) -> None:
-    class Meter:
-        def __init__(self) -> None:
-            self.lock = threading.Lock()
-            self.admitted = 0
-
-        def admit(self, nbytes: int) -> None:
-            with self.lock:
-                self.admitted += nbytes
-
-        def grain_bytes(self, most_bytes: int) -> int:
-            return most_bytes
-
-        def spread_s(self, nbytes: int) -> float:
-            return 0.0
-
-    meter = Meter()
+    meter = _Meter()
     with open_directory(folder) as checkpoint:
         for slab in _load(checkpoint, backend, pace=meter).new_slabs:
             slab.close()
         assert meter.admitted == 2 * checkpoint.total_bytes, "once to read, once to hash"
+
+
+def test_what_lacks_memory_does_not_wait_at_the_gate(folder: Path, backend: FakeBackend) -> None:
+    """At a limited rate it would be told only when each reader had had its turn."""
+    lacking = OutOfMemory(what="a slab", needed_bytes=2, free_bytes=1)
+    backend.fail("create", lacking)
+    meter = _Meter()
+    with open_directory(folder) as checkpoint, pytest.raises(OutOfMemory) as caught:
+        _load(checkpoint, backend, pace=meter)
+    assert caught.value is lacking
+    assert meter.admitted == 0
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
