@@ -50,8 +50,8 @@ class Crew:
         if self._cancelled.is_set():
             raise Superseded("the load was ended")
         if self._errors:
-            causes = (error for error in self._errors if not isinstance(error, Superseded))
-            raise next(causes, self._errors[0])
+            # Not from a variable: the error holds this frame, which would hold the error.
+            raise min(self._errors, key=lambda error: isinstance(error, Superseded))
 
     def __enter__(self) -> Self:
         return self
