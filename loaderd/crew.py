@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from shared.errors import Superseded
+from shared.errors import ResourceError, Superseded
 
 
 class Crew:
@@ -21,11 +21,15 @@ class Crew:
         self._errors: list[BaseException] = []  # in the order in which they came
 
     def start(self, threads: int, work: Callable[[], None]) -> Sequence[threading.Thread]:
-        """Run `work` on so many threads at once."""
+        """Run `work` on so many threads at once.  Raises ResourceError where the host gives no more of them;
+        those that were started run on."""
         before = len(self._threads)
         for number in range(before, before + threads):
             thread = threading.Thread(target=self._guarded, args=(work,), name=f"load-{number}")
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise ResourceError(f"a thread of the load cannot be started: {error}") from error
             self._threads.append(thread)
         return self._threads[before:]
 

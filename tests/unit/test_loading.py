@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from shared.errors import (
     DriverError,
     OutOfMemory,
     ReadFailed,
+    ResourceError,
     Superseded,
 )
 from shared.gate import Pacer
@@ -296,6 +298,26 @@ def test_what_lacks_memory_does_not_wait_at_the_gate(folder: Path, backend: Fake
         _load(checkpoint, backend, pace=meter)
     assert caught.value is lacking
     assert meter.admitted == 0
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 7], ids=str)
+def test_a_host_that_gives_no_more_threads(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """Of two hashers, one that allocates and four readers: those that run are not waited for in vain."""
+    start, numbers = threading.Thread.start, count(1)
+
+    def limited(self: threading.Thread) -> None:
+        if self.name.startswith("load-") and next(numbers) == nth:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with (
+        open_directory(folder) as checkpoint,
+        pytest.raises(ResourceError, match="cannot be started: can't start new thread"),
+    ):
+        _load(checkpoint, backend)
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
