@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import signal
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 
@@ -57,3 +61,33 @@ def test_what_failed_is_let_go_of_with_its_error() -> None:
         raise AssertionError
 
     assert failing()() is None
+
+
+def _is_waiting(thread: int) -> bool:
+    """Whether a thread is in `Crew.wait`, and has called what blocks there."""
+    frame: FrameType | None = sys._current_frames()[thread]
+    is_blocked = frame is not None and frame.f_code.co_filename == threading.__file__
+    while frame is not None and frame.f_code is not Crew.wait.__code__:
+        frame = frame.f_back
+    return is_blocked and frame is not None
+
+
+def test_an_interrupted_wait_is_made_up_for() -> None:
+    """Or slabs are closed while a thread still reads into them."""
+    waiting = threading.main_thread().ident
+    assert waiting is not None
+    has_ended: list[bool] = []
+
+    def work() -> None:
+        while not _is_waiting(waiting):
+            time.sleep(0.001)
+        signal.pthread_kill(waiting, signal.SIGINT)
+        while not crew.is_ending:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        has_ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt), Crew(threading.Event()) as crew:
+        crew.wait(crew.start(1, work))
+
+    assert has_ended
