@@ -15,7 +15,7 @@ from shared.gate import Pacer
 from shared.memory.backend import MemoryBackend, Slab, WritableSlab
 
 RUN_BYTES = 16 << 20
-"""Most bytes of one read; a few such reads per thread are under way."""
+"""Most bytes of one read.  Each reader has one under way, and between two it waits for its turn in Python."""
 
 OnSealed = Callable[[FilledSlab, Slab], None]
 """Called once per slab, by the thread that sealed it; the slab is readable and stays open."""
