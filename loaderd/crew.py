@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from shared.errors import Superseded
+from shared.errors import ResourceError, Superseded
 
 
 class Crew:
@@ -19,14 +19,21 @@ class Crew:
         self._has_failed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []  # in the order in which they came
+        self._changed = threading.Condition()
+        self._ended: set[threading.Thread] = set()
 
     def start(self, threads: int, work: Callable[[], None]) -> Sequence[threading.Thread]:
-        """Run `work` on so many threads at once."""
+        """Run `work` on so many threads at once.  Raises ResourceError where the host gives no more of them;
+        those that were started run on."""
         before = len(self._threads)
         for number in range(before, before + threads):
             thread = threading.Thread(target=self._guarded, args=(work,), name=f"load-{number}")
-            thread.start()
-            self._threads.append(thread)
+            self._threads.append(thread)  # first, for a `start` that is interrupted has started it
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._threads.pop()
+                raise ResourceError(f"a thread of the load cannot be started: {error}") from error
         return self._threads[before:]
 
     @property
@@ -41,6 +48,9 @@ class Crew:
 
     def wait(self, started: Sequence[threading.Thread]) -> None:
         """Wait until these have ended, in whatever way.  Blocking."""
+        # Not by `join` alone: interrupted by SIGINT, it takes the thread for ended (before Python 3.13).
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended.issuperset(started))
         for thread in started:
             thread.join()
 
@@ -50,8 +60,8 @@ class Crew:
         if self._cancelled.is_set():
             raise Superseded("the load was ended")
         if self._errors:
-            causes = (error for error in self._errors if not isinstance(error, Superseded))
-            raise next(causes, self._errors[0])
+            # Not from a variable: the error holds this frame, which would hold the error.
+            raise min(self._errors, key=lambda error: isinstance(error, Superseded))
 
     def __enter__(self) -> Self:
         return self
@@ -70,3 +80,7 @@ class Crew:
         except BaseException as error:  # noqa: BLE001 - raised by `check`, on the thread that waits
             self._errors.append(error)
             self._has_failed.set()
+        finally:
+            with self._changed:
+                self._ended.add(threading.current_thread())
+                self._changed.notify_all()

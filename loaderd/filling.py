@@ -15,7 +15,7 @@ from shared.gate import Pacer
 from shared.memory.backend import MemoryBackend, Slab, WritableSlab
 
 RUN_BYTES = 16 << 20
-"""Most bytes of one read; a few such reads per thread are under way."""
+"""Most bytes of one read.  Each reader has one under way, and between two it waits for its turn in Python."""
 
 OnSealed = Callable[[FilledSlab, Slab], None]
 """Called once per slab, by the thread that sealed it; the slab is readable and stays open."""
@@ -91,18 +91,18 @@ class Filling:
             if taken is None:
                 return
             number, run = taken
+            slab = self._awaited(run.slab)  # before the gate: what cannot be read need not be let through
             self._pace.admit(run.nbytes)
             crew.check_going()
-            crcs = self._read_run(run)
+            crcs = self._read_run(run, slab)
             self._progress.add_read(run.nbytes)
             with self._lock:
                 filled = self._schedule.finish(number, run, crcs)
             if filled is not None:
                 self._seal(filled)
 
-    def _read_run(self, run: ReadRun) -> list[int]:
+    def _read_run(self, run: ReadRun, slab: WritableSlab) -> list[int]:
         fd = self._checkpoint.borrow_fd(run.file)
-        slab = self._awaited(run.slab)
         try:
             return slab.read_pieces(fd, run.file_offset, run.pieces)
         except ReadFailed as error:

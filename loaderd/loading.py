@@ -71,9 +71,10 @@ def load_and_verify(
     """Fill new slabs, seal each, copy it to the other devices, and hash every byte wherever it will be
     served from.  Each byte is read once.
 
-    Blocking.  On any error nothing stays allocated on any device.  Raises OutOfMemory, CheckpointError
-    where a file ends early or changed, DigestMismatch where bytes are not those of the seal or changed
-    between reading and residing, on a device that it names, Superseded once `cancelled` is set.
+    Blocking.  On any error nothing stays allocated on any device.  Raises OutOfMemory, ResourceError where
+    the host gives no more threads, CheckpointError where a file ends early or changed, DigestMismatch where
+    bytes are not those of the seal or changed between reading and residing, on a device that it names,
+    Superseded once `cancelled` is set.
     """
     with ExitStack() as undo:
         load = _Load(request, backend, progress, pace or Gate(), undo)
@@ -114,8 +115,8 @@ class _Load:
         for index, replicas in enumerate(self._request.shared, len(self._request.placement.slabs)):
             self._queue_copies(FilledSlab(index, {}), next(iter(replicas.values())))
         with Crew(cancelled) as crew:
-            hashing = crew.start(self._hashers, lambda: self._hash(crew))
             try:
+                hashing = crew.start(self._hashers, lambda: self._hash(crew))
                 crew.wait(self._filling.begin(crew))
                 self._loaded = time.perf_counter()
                 self._progress.is_verifying = True
@@ -123,7 +124,7 @@ class _Load:
                 # No later: what is offered must be the bytes of one unchanging folder.
                 self._request.checkpoint.verify_unchanged()
             finally:
-                for _ in hashing:
+                for _ in range(self._hashers):
                     self._work.put(None)
             crew.wait(hashing)
             crew.check()

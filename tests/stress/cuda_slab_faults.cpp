@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <functional>
 #include <iterator>
@@ -124,8 +125,9 @@ void copies_of_a_driver_without_batches_are_the_same() {
   CHECK(fake_cuda().live() == 0);
 }
 
-// Or all slots of all readers would come free at once.
-void a_batch_takes_a_few_of_the_copies_that_are_ready() {
+// Or all slots of all readers would come free at once, or the engine would wait.
+void a_few_batches_of_a_few_copies_are_under_way() {
+  constexpr std::size_t kMostBatches = 3;
   constexpr std::size_t kMostCopies = 14;
   constexpr unsigned kSlots = 64;
   const auto budget = std::make_shared<Budget>(std::nullopt);
@@ -136,6 +138,13 @@ void a_batch_takes_a_few_of_the_copies_that_are_ready() {
     static_cast<void>(fake_cuda().take_batches());
     fake_cuda().stall(true);
     writable->read_file(file.fd.borrow(), 0, 0, file.bytes.size());
+    std::size_t under_way = 0;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (under_way < kMostBatches && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::yield();
+      under_way += fake_cuda().take_batches().size();
+    }
+    CHECK(under_way == kMostBatches);
     fake_cuda().stall(false);
     const auto slab = writable->seal();
     CHECK(crc32(resident(*slab->share())) == crc32(file.bytes));
@@ -526,7 +535,7 @@ int main() {
   a_slot_is_filled_again_only_after_its_copy();
   threads_have_lanes_of_their_own();
   copies_of_a_driver_without_batches_are_the_same();
-  a_batch_takes_a_few_of_the_copies_that_are_ready();
+  a_few_batches_of_a_few_copies_are_under_way();
   a_copy_that_failed_is_told_before_the_slab_is_sealed();
   memory_waits_for_work_it_does_not_know();
   a_slab_may_be_closed_while_it_is_filled();

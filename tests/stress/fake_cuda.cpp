@@ -342,6 +342,7 @@ Result copy_to_device(cuda::DevicePointer to, const void* from, std::size_t nbyt
   MAY_FAIL("cuMemcpyHtoDAsync");
   check_stream(s, stream);
   CHECK(access_to(s, to, nbytes, current_device()) == cuda::kAccessReadWrite);
+  s.batches.push_back(1);
   s.pending.push_back({++s.sequence, stream, to, nbytes, from});
   return 0;
 }

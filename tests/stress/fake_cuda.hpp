@@ -36,7 +36,7 @@ struct FakeCuda {
   void (*set_batches)(bool is_possible);
   // Whether no work ends that is only looked at.
   void (*stall)(bool is_stalled);
-  // How many copies were in each call for several, since this was asked before.
+  // How many copies to a device were in each call, since this was asked before.
   std::vector<std::size_t> (*take_batches)();
   // Whether a stream is being captured: whatever waits for a whole device ends the program then.
   void (*set_capturing)(bool is_capturing);

@@ -42,6 +42,7 @@ def test_what_becomes_garbage_later_is_freed() -> None:
     freeze_heap()
     garbage = weakref.ref(_Cycle())
 
+    assert gc.isenabled()
     gc.collect()
 
     assert garbage() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from shared.errors import (
     DriverError,
     OutOfMemory,
     ReadFailed,
+    ResourceError,
     Superseded,
 )
 from shared.gate import Pacer
@@ -236,9 +238,8 @@ def test_a_difference_ends_the_reading(
     work_on_a_thread = Crew._guarded
 
     def guarded(self: Crew, work: Callable[[], None]) -> None:
-        try:
-            work_on_a_thread(self, work)
-        finally:
+        work_on_a_thread(self, work)
+        if self.is_ending:  # and not where a thread has done its work, as the one that allocates
             has_ended.set()
 
     def hold(slab_id: SlabId) -> None:
@@ -262,27 +263,61 @@ def test_readers_stay_near_the_device_they_read_into(folder: Path, backend: Fake
         slab.close()
 
 
+class _Meter:
+    """Lets everything through, and says how much it was."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.admitted = 0
+
+    def admit(self, nbytes: int) -> None:
+        with self.lock:
+            self.admitted += nbytes
+
+    def grain_bytes(self, most_bytes: int) -> int:
+        return most_bytes
+
+    def spread_s(self, nbytes: int) -> float:
+        return 0.0
+
+
 def test_reads_and_hashes_are_paced(folder: Path, backend: FakeBackend) -> None:
-    class Meter:
-        def __init__(self) -> None:
-            self.lock = threading.Lock()
-            self.admitted = 0
-
-        def admit(self, nbytes: int) -> None:
-            with self.lock:
-                self.admitted += nbytes
-
-        def grain_bytes(self, most_bytes: int) -> int:
-            return most_bytes
-
-        def spread_s(self, nbytes: int) -> float:
-            return 0.0
-
-    meter = Meter()
+    meter = _Meter()
     with open_directory(folder) as checkpoint:
         for slab in _load(checkpoint, backend, pace=meter).new_slabs:
             slab.close()
         assert meter.admitted == 2 * checkpoint.total_bytes, "once to read, once to hash"
+
+
+def test_what_lacks_memory_does_not_wait_at_the_gate(folder: Path, backend: FakeBackend) -> None:
+    """At a limited rate it would be told only when each reader had had its turn."""
+    lacking = OutOfMemory(what="a slab", needed_bytes=2, free_bytes=1)
+    backend.fail("create", lacking)
+    meter = _Meter()
+    with open_directory(folder) as checkpoint, pytest.raises(OutOfMemory) as caught:
+        _load(checkpoint, backend, pace=meter)
+    assert caught.value is lacking
+    assert meter.admitted == 0
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 7], ids=str)
+def test_a_host_that_gives_no_more_threads(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """Of two hashers, one that allocates and four readers: those that run are not waited for in vain."""
+    start, numbers = threading.Thread.start, count(1)
+
+    def limited(self: threading.Thread) -> None:
+        if self.name.startswith("load-") and next(numbers) == nth:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with (
+        open_directory(folder) as checkpoint,
+        pytest.raises(ResourceError, match="cannot be started: can't start new thread"),
+    ):
+        _load(checkpoint, backend)
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
