@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from inferd.api.settings import ApiSettings
 from inferd.engine.transformers_engine import EngineSettings
+from shared.config_faults import refusal
 from shared.config_file import ByteCount, ConfigModel, ConfigPath
+from shared.errors import InvalidRequest
 from shared.memory.selection import BackendName
 from shared.messages import Name
-from shared.run_dir import DEFAULT_RUN_DIR
+from shared.run_dir import DEFAULT_RUN_DIR, PATH_BYTES
 
 Timeout = Annotated[float, Field(gt=0, le=86_400)]
 
-_LISTEN = re.compile(r"unix:/.+|\[?[0-9A-Za-z.:-]+\]?:[0-9]{1,5}")
+_LISTEN = re.compile(r"unix:/[^\0\n]+|\[?[0-9A-Za-z.:-]+\]?:[0-9]{1,5}")
 _LAST_PORT = 65_535
 
 # Instances: on a slotted class, the attributes are descriptors and not the defaults.
@@ -28,13 +31,14 @@ _API = ApiSettings()
 class EngineConfig(ConfigModel):
     """How large the engine may grow; see `EngineSettings`."""
 
-    kv_cache_bytes: Annotated[ByteCount, Field(gt=0)] | None = _ENGINE.kv_cache_bytes
+    # How much is needed at least, the model says; less than this is a slip of the unit.
+    kv_cache_bytes: Annotated[ByteCount, Field(ge=1 << 20)] | None = _ENGINE.kv_cache_bytes
     kv_cache_share: Annotated[float, Field(gt=0, lt=1)] = _ENGINE.kv_cache_share
     block_tokens: Annotated[int, Field(ge=1, le=1024)] = _ENGINE.block_tokens
     max_batch_tokens: Annotated[int, Field(ge=1)] = _ENGINE.max_batch_tokens
     mixed_batch_tokens: Annotated[int, Field(ge=1)] | None = _ENGINE.mixed_batch_tokens
     max_sequences: Annotated[int, Field(ge=1)] = _ENGINE.max_sequences
-    max_waiting: Annotated[int, Field(ge=0)] = _ENGINE.max_waiting
+    max_waiting: Annotated[int, Field(ge=1)] = _ENGINE.max_waiting
     max_model_len: Annotated[int, Field(ge=2)] | None = _ENGINE.max_model_len
     torch_threads: Annotated[int, Field(ge=1, le=1024)] | None = _ENGINE.torch_threads
     cuda_graphs: bool = _ENGINE.cuda_graphs
@@ -42,6 +46,14 @@ class EngineConfig(ConfigModel):
     def settings(self) -> EngineSettings:
         """As the engine takes them."""
         return EngineSettings(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        try:
+            self.settings()
+        except InvalidRequest as error:
+            raise PydanticCustomError("engine", "{reason}", {"reason": error.message}) from error
+        return self
 
 
 class ApiConfig(ConfigModel):
@@ -77,10 +89,12 @@ class InferdConfig(ConfigModel):
     @classmethod
     def _is_an_address(cls, listen: str) -> str:
         if not _LISTEN.fullmatch(listen):
-            raise PydanticCustomError(
-                "listen", "expected HOST:PORT or unix:/PATH, found {found}", {"found": repr(listen)[:100]}
-            )
+            raise refusal("HOST:PORT or unix:/PATH", listen)
+        if listen.startswith("unix:"):
+            path = listen.removeprefix("unix:")
+            if len(os.fsencode(path)) > PATH_BYTES:
+                raise refusal(f"a path of at most {PATH_BYTES} bytes", path)
         # The kernel would take the number modulo 65536.
-        if not listen.startswith("unix:") and int(listen.rpartition(":")[2]) > _LAST_PORT:
-            raise PydanticCustomError("listen", "expected a port of at most {last}", {"last": _LAST_PORT})
+        elif int(port := listen.rpartition(":")[2]) > _LAST_PORT:
+            raise refusal(f"a port of at most {_LAST_PORT}", int(port))
         return listen

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from loaderd.signature.keys import KeyRefused, TrustedKey
 from loaderd.throttle import Limits
+from shared.config_faults import refusal
 from shared.config_file import ByteCount, ConfigModel, ConfigPath
 from shared.memory.pool import PIECE_BYTES
 from shared.memory.selection import BackendName
@@ -24,7 +25,7 @@ def _read_key(value: object) -> TrustedKey:
     if isinstance(value, TrustedKey):
         return value
     if not isinstance(value, str):
-        raise PydanticCustomError("trusted_key", "expected the path of a PEM file")
+        raise refusal("the path of a PEM file", value)
     if "-----BEGIN " in value:  # a key's text, which may be a secret, is not to be told as a path
         raise PydanticCustomError("trusted_key", "expected the path of a PEM file, found what is in one")
     try:
@@ -69,7 +70,10 @@ class ModelConfig(ConfigModel):
     def _keys_go_with_signed(self) -> Self:
         if (self.verify == "signed") != bool(self.trusted_keys):
             raise PydanticCustomError(
-                "trusted_keys", "trusted_keys and verify = 'signed' are of no use without each other"
+                "trusted_keys",
+                "trusted_keys and verify = 'signed' are of no use without each other, "
+                "found verify = '{verify}' and {keys} trusted_keys",
+                {"verify": self.verify, "keys": len(self.trusted_keys)},
             )
         return self
 

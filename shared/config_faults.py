@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from shared.messages import NAME_PATTERN
 
@@ -54,6 +54,12 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.reason}"
+
+
+def refusal(expected: str, value: object) -> PydanticCustomError:
+    """What a check of our own raises for `value`, which is told as that of any other key: it is no secret."""
+    said = {"expected": expected, "found": _found(value, is_shown=True)}
+    return PydanticCustomError("refused", "expected {expected}, found {found}", said)
 
 
 def faults_of(error: ValidationError, document: object) -> list[Fault]:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
-from shared.config_faults import faults_of, told
+from shared.config_faults import faults_of, refusal, told
 from shared.errors import ConfigError
 
 CONFIG_BYTES = 1 << 20
@@ -34,7 +33,7 @@ Config = TypeVar("Config", bound=ConfigModel)
 
 def _check_path(value: object) -> object:
     if value == "" or (isinstance(value, str) and "\0" in value):
-        raise PydanticCustomError("path", "expected a path, found {found}", {"found": repr(value)})
+        raise refusal("a path", value)
     return value
 
 

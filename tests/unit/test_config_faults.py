@@ -66,11 +66,13 @@ def test_each_key_says_what_it_expects_and_what_was_found(
         assert not PYDANTICS.search(said)
         for fault in said.split("; "):
             place, words = fault.split(": ", 1)
-            assert re.fullmatch(rf"{re.escape(key)}(\.\w+)?", place) or place == "models.m"
-            if words.startswith("expected") and place == key and "PEM file" not in words:
+            assert re.fullmatch(rf"{re.escape(key)}(\.\w+)?", place) or place in ("models.m", "engine")
+            if words.startswith("expected") and place == key:
                 assert words.rpartition(", found ")[2] in (found, *found.split(" or ", 1))
             elif not words.startswith("expected"):
-                assert re.match(r"unknown key|names .* twice|a: No such file|trusted_keys and verify", words)
+                assert re.match(
+                    r"unknown key|names .* twice|a: No such file|trusted_keys and verify|m\w+_\w+ \d+", words
+                )
     assert refused >= len(WRONG) // 2
 
 
@@ -110,6 +112,54 @@ def test_a_model_with_no_name(tmp_path: Path) -> None:
 def test_an_address_that_is_none(tmp_path: Path, listen: str) -> None:
     said = told(tmp_path, InferdConfig, listen=f'"{listen}"')
     assert said == f"listen: expected HOST:PORT or unix:/PATH, found {listen!r}"
+
+
+@pytest.mark.parametrize(
+    ("listen", "said"),
+    [
+        ("127.0.0.1:80000", "expected a port of at most 65535, found 80000"),
+        ("unix:/" + "x" * 107, f"expected a path of at most 107 bytes, found {'/' + 'x' * 59!r}…"),
+        (r"unix:/a\u0000b", r"expected HOST:PORT or unix:/PATH, found 'unix:/a\x00b'"),
+    ],
+)
+def test_an_address_that_the_kernel_would_not_take(tmp_path: Path, listen: str, said: str) -> None:
+    assert told(tmp_path, InferdConfig, listen=f'"{listen}"') == f"listen: {said}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            {"engine.max_batch_tokens": "4", "engine.max_sequences": "8"},
+            "engine: max_sequences 8 exceeds max_batch_tokens 4: "
+            "a step could not give each running sequence its next token",
+        ),
+        (
+            {"engine.max_sequences": "1000"},
+            "engine: max_sequences 1000 exceeds max_batch_tokens 512: "
+            "a step could not give each running sequence its next token",
+        ),
+        (
+            {"engine.mixed_batch_tokens": "63"},
+            "engine: mixed_batch_tokens 63 must lie between max_sequences 64 and max_batch_tokens 512",
+        ),
+        (
+            {"engine.mixed_batch_tokens": "513"},
+            "engine: mixed_batch_tokens 513 must lie between max_sequences 64 and max_batch_tokens 512",
+        ),
+        ({"engine.max_waiting": "0"}, "engine.max_waiting: expected at least 1, found 0"),
+        ({"engine.kv_cache_bytes": "8"}, "engine.kv_cache_bytes: expected at least 1048576, found 8"),
+    ],
+)
+def test_what_the_engine_would_refuse_the_configuration_does(
+    tmp_path: Path, lines: dict[str, str], said: str
+) -> None:
+    assert told(tmp_path, InferdConfig, **lines) == said
+
+
+def test_a_key_that_is_not_told_by_its_path(tmp_path: Path) -> None:
+    said = told(tmp_path, LoaderdConfig, **{"models.m.trusted_keys": "[7]", "models.m.verify": '"signed"'})
+    assert said == "models.m.trusted_keys.0: expected the path of a PEM file, found 7"
 
 
 @pytest.mark.parametrize("digits", ["1" * 5000, "0x" + "1" * 5000])

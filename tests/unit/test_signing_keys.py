@@ -159,7 +159,7 @@ def test_trusted_keys_are_read_with_the_file(tmp_path: Path, keys: KeyPair) -> N
     ("verify", "trusted", "key", "reason"),
     [
         ("signed", None, "", "trusted_keys and verify = 'signed' are of no use without each other"),
-        ("sealed", '["{public}"]', "", "are of no use without each other"),
+        ("sealed", '["{public}"]', "", "other, found verify = 'sealed' and 1 trusted_keys"),
         ("signed", '["/no/key.pem"]', ".trusted_keys.0", "/no/key.pem: No such file or directory"),
         ("signed", '["{public}", "{private}"]', ".trusted_keys.1", "holds a private key"),
         ("signed", '["{public}", 7]', ".trusted_keys.1", "expected the path of a PEM file"),

@@ -36,6 +36,7 @@ def test_what_can_never_fit_is_refused(session: EngineSession, tiny_folder: Path
         session.submit(engine, [], GREEDY)
     small = session.open(tiny_folder, kv_cache_bytes=1 << 15)
     assert small.max_model_len(0) == small.load().kv_blocks_total * 16 < 512
+    assert session.open(tiny_folder, max_model_len=99_999_999).max_model_len(0) == 512
     with pytest.raises(InvalidRequest, match="holds no block"):
         session.open(tiny_folder, kv_cache_bytes=100)
 
