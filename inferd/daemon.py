@@ -187,7 +187,7 @@ def _listen(address: str) -> Iterator[socket.socket]:
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         family, kind, protocol, _, where = found[0]
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no such name can be
         raise ConfigError(f"listen = {address!r}: {error}") from error
     with socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol) as listener_socket:
         listener_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

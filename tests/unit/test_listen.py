@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from inferd.config import InferdConfig
 from inferd.daemon import _listen
-from shared.errors import ResourceError
+from shared.errors import ConfigError, ResourceError
 
 
 def test_an_address_in_use_is_for_the_operator_to_settle() -> None:
@@ -19,6 +19,12 @@ def test_an_address_in_use_is_for_the_operator_to_settle() -> None:
         message = re.escape(f"cannot listen on {address}: Address already in use")
         with pytest.raises(ResourceError, match=message), _listen(address):
             pytest.fail("it listens")
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_name_that_no_host_can_have_is_an_error_of_the_configuration(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"listen = '{host}:1'"), _listen(f"{host}:1"):
+        pytest.fail("it listens")
 
 
 def test_a_port_that_is_none_is_an_error_of_the_configuration() -> None:
