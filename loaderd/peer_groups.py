@@ -29,4 +29,6 @@ def configured_group(key: str, name: str | None) -> Group | None:
     try:
         return Group(grp.getgrnam(name).gr_gid, name)
     except (KeyError, ValueError) as error:  # ValueError: it has a NUL, or cannot be encoded
-        raise ConfigError(f"{key}: group {name!r} does not exist") from error
+        raise ConfigError(
+            f"{key}: group {name!r} does not exist; correct the name, or make it: groupadd --system {name!r}"
+        ) from error

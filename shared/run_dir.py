@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +48,12 @@ class RunDir:
     def check(self) -> None:
         """Raise ConfigError if the directory is missing or a socket path in it would be too long."""
         if not self.path.is_dir():
-            raise ConfigError(f"run directory {self.path} does not exist")
+            made_by = (
+                "systemd-tmpfiles --create changeover.conf"
+                if self.path == DEFAULT_RUN_DIR
+                else f"install -d -m 1775 -o changeover -g changeover-inferd {shlex.quote(str(self.path))}"
+            )
+            raise ConfigError(f"run directory {self.path} does not exist; make it: {made_by}")
         longest = self.inferd_health("x" * 32)
         if len(os.fsencode(longest)) > PATH_BYTES:
             raise ConfigError(f"run directory {self.path} is too long for Unix socket paths")

@@ -91,5 +91,7 @@ def test_any_other_address_permits_nothing(address: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "no-such-group", "nul\0", "\ud800"])
 def test_a_group_that_cannot_be_is_the_operators_to_mend(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^admin_group: group .* does not exist"):
+    with pytest.raises(
+        ConfigError, match=r"^admin_group: group (.*) does not exist; .*: groupadd --system \1$"
+    ):
         configured_group("admin_group", name)
