@@ -12,7 +12,7 @@ MODEL  ?= auto
 .PHONY: help setup models demo lint format test test-native test-python bench lock clean
 
 help:            ## show this list
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- set-up: a virtual environment from the lock file, then this package with its native part ------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def test_every_target_of_make_that_it_names_exists() -> None:
     named = set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)\b(?=`|\s+#)", README))
     assert {"demo", "test"} <= named
     assert named <= targets
+
+
+def test_make_help_shows_each_target_as_it_is_written() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    written = re.findall(r"^([a-z-]+):[^#\n]*## (.*)$", makefile, flags=re.MULTILINE)
+    command = ["make", "--no-print-directory", "help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line.removeprefix("  make ").split(maxsplit=1) for line in shown.splitlines()]
+    assert lines == [[target, text] for target, text in written]
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\(([^)#:]+)\)|`([a-z]+(?:/[a-z]+)*/)`", README))
