@@ -110,7 +110,7 @@ async def serve(config: InferdConfig, stop: Stop) -> None:
         health = HealthServer(run_dir.inferd_health(config.name), live, ready, registry)
         await stack.enter_async_context(health)
         server = HttpServer(api, listener, grace_s=int(config.shutdown_timeout_s) + 1, lifespan="off")
-        freeze_heap()  # before there are weights
+        freeze_heap(registry)  # before there are weights
         async with AsyncExitStack() as serving:
             await serving.enter_async_context(server)
             supervisor.start(pulse.run(), name="pulse")

@@ -368,7 +368,7 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
             for root in config.model_roots:
                 if not root.is_dir():
                     log.warning("model root is not there", root=str(root))
-            freeze_heap()  # before there are versions
+            freeze_heap(registry)  # before there are versions
             loaderd.recover()
             supervisor.start(pulse.run(), name="pulse")
             supervisor.start(loaderd.handoff.run(listener), name="handoff")

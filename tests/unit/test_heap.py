@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from shared.heap import freeze_heap
 
@@ -25,7 +26,7 @@ def _thawed() -> Iterator[None]:
 def test_what_is_there_is_not_looked_at_again() -> None:
     kept = _Cycle()
 
-    freeze_heap()
+    freeze_heap(CollectorRegistry())
 
     assert not any(each is kept for each in gc.get_objects())
 
@@ -33,13 +34,13 @@ def test_what_is_there_is_not_looked_at_again() -> None:
 def test_what_was_garbage_is_freed_first() -> None:
     garbage = weakref.ref(_Cycle())
 
-    freeze_heap()
+    freeze_heap(CollectorRegistry())
 
     assert garbage() is None
 
 
 def test_what_becomes_garbage_later_is_freed() -> None:
-    freeze_heap()
+    freeze_heap(CollectorRegistry())
     garbage = weakref.ref(_Cycle())
 
     assert gc.isenabled()
