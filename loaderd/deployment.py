@@ -12,7 +12,7 @@ from loaderd.host import Host
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.operations import Kind, Operation
-from loaderd.planning import OpenedCheckpoint
+from loaderd.planning import OpenedCheckpoint, naming
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.version_load import VersionLoad
 from loaderd.versions import Version, cause_of
@@ -94,7 +94,7 @@ class Deployment:
             raise
 
     async def _load(self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None) -> Version:
-        with VersionLoad(operation, opened, self.devices, self._host) as load:
+        with VersionLoad(operation, opened, self.devices, self._host) as load, naming(opened.folder):
             self._loading = load
             try:
                 await load.prove()
