@@ -301,7 +301,8 @@ class Loaderd:
         """Ready when a verified version can be handed out for every model that has one to hand out."""
         active = {d.model: str(d.active.tag) for d in self.deployments.values() if d.active is not None}
         if not active:
-            return Verdict(False, "no verified version is active")
+            failures = (d.failure for d in self.deployments.values() if d.failure)
+            return Verdict(False, "; ".join(("no verified version is active", *failures)))
         for deployment in self.deployments.values():
             for role, version in (("active", deployment.active), ("retained", deployment.retained)):
                 damaged = self._host.versions.damaged(version) if version is not None else ()

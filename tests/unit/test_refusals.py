@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -108,5 +109,25 @@ def test_a_push_that_is_refused_on_opening_is_in_the_history(run: Callable[..., 
         assert entry.kind in TROUBLE
         with pytest.raises(ChangeoverError, match=r"^toy-v1/seal\.json: byte 0: is not valid JSON"):
             await host.loaderd.inquiries.diff(Diff(before="toy-v1", after="toy-v1"))
+
+    run(scenario)
+
+
+def test_a_version_whose_folder_is_gone_is_told_after_a_restart(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        assert (await host.push("v1")).state == "done"
+        await host.end("a")
+        shutil.rmtree(host.folder / "models" / "toy-v1")
+        before = len(host.history())
+        await host.restart()
+        await host.signal.until(lambda: any(e.kind == "operation.ended" for e in host.history()[before:]))
+        reason = f"no folder 'toy-v1' below {host.folder / 'models'}"
+        assert host.loaderd.ready().reason == (
+            f"no verified version is active; restore of toy-v1 failed: {reason}"
+        )
+        operation = (await host.status()).models[0].operation
+        assert operation is not None
+        assert operation.error is not None
+        assert (operation.kind, operation.state, operation.error.message) == ("restore", "failed", reason)
 
     run(scenario)
