@@ -133,7 +133,8 @@ class Deployment:
             cause = f"pushed again: {proof.verified}"
             self._host.chronicle.journal.commit(twin.tag, proof, self.epoch, operation.id, cause)
         twin.proof = proof
-        versions.advance(version, VersionEvent.SWEEP, "the same content is resident already", operation.id)
+        cause = f"only this copy: the same content is {twin.state} already"
+        versions.advance(version, VersionEvent.SWEEP, cause, operation.id)
         self._host.collect()
         if twin is self.active:
             operation.epoch = twin.epoch

@@ -131,3 +131,17 @@ def test_a_version_whose_folder_is_gone_is_told_after_a_restart(run: Callable[..
         assert (operation.kind, operation.state, operation.error.message) == ("restore", "failed", reason)
 
     run(scenario)
+
+
+def test_the_second_copy_of_what_serves_is_told_apart(run: Callable[..., None]) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await host.push("v1")
+        before = len(host.history())
+        await host.push("v1")
+        causes = [e.cause for e in host.history()[before:] if e.data.get("to") in ("draining", "freed")]
+        assert causes == [
+            "only this copy: the same content is active already",
+            "only this copy: another of the same content is active",
+        ]
+
+    run(scenario)
