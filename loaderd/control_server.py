@@ -50,15 +50,15 @@ class ControlServer:
                 requests.create_task(self._serve(bytes(identity.buffer), frame))
 
     async def _serve(self, identity: bytes, frame: zmq.Frame) -> None:
-        request_id = ""
+        request_id = verb = ""
         try:
             request = decode(frame.buffer, REQUEST, CONTROL_FRAME_BYTES)
-            request_id = request.request_id
+            request_id, verb = request.request_id, request.body.verb
             reply = Reply(
                 protocol=PROTOCOL_VERSION, request_id=request_id, result=await self._answer(request, frame)
             )
         except ChangeoverError as error:
-            log.info("request.refused", request=request_id, code=error.code, error=error.message)
+            log.info("request.refused", request=request_id, verb=verb, code=error.code, error=error.message)
             reply = Reply(protocol=PROTOCOL_VERSION, request_id=request_id, error=WireError.of(error))
         try:
             raw = encode(reply, CONTROL_FRAME_BYTES)

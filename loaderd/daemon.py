@@ -55,7 +55,7 @@ from shared.control import (
     Verify,
     Versions,
 )
-from shared.errors import ChangeoverError, InvalidRequest, ResourceError
+from shared.errors import ChangeoverError, CheckpointError, InvalidRequest, ResourceError
 from shared.health import HealthServer, LoopPulse
 from shared.heap import freeze_heap
 from shared.ids import DeviceId, Generation, LeaseId, VersionRef
@@ -158,7 +158,12 @@ class Loaderd:
         """Plan; unless it is a dry run or refused, start."""
         ref = VersionRef.of(body.name, body.model)
         devices = self._host.devices.of(ref.model)
-        opened = await self._host.planner.open(body.name, ref, self._config.model(ref.model))
+        try:
+            opened = await self._host.planner.open(body.name, ref, self._config.model(ref.model))
+        except CheckpointError as error:
+            if not body.dry_run:
+                self._chronicle.record("push.refused", error.message, model=ref.model, version=ref.version)
+            raise
         try:
             # Only what starts makes a model known: a name that was mistyped leaves no trace.
             known = self.deployments.get(ref.model)
@@ -296,7 +301,8 @@ class Loaderd:
         """Ready when a verified version can be handed out for every model that has one to hand out."""
         active = {d.model: str(d.active.tag) for d in self.deployments.values() if d.active is not None}
         if not active:
-            return Verdict(False, "no verified version is active")
+            failures = (d.failure for d in self.deployments.values() if d.failure)
+            return Verdict(False, "; ".join(("no verified version is active", *failures)))
         for deployment in self.deployments.values():
             for role, version in (("active", deployment.active), ("retained", deployment.retained)):
                 damaged = self._host.versions.damaged(version) if version is not None else ()

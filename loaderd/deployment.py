@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import closing
 from typing import Any
 
 from loaderd.compatibility import compare_assets, is_tokenizer_file
@@ -12,7 +13,7 @@ from loaderd.host import Host
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.operations import Kind, Operation
-from loaderd.planning import OpenedCheckpoint
+from loaderd.planning import OpenedCheckpoint, naming
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.version_load import VersionLoad
 from loaderd.versions import Version, cause_of
@@ -69,6 +70,14 @@ class Deployment:
             operation=self._newest.report() if self._newest is not None else None,
         )
 
+    @property
+    def failure(self) -> str:
+        """How the newest operation failed; empty if it did not."""
+        newest = self._newest
+        if newest is None or newest.error is None:
+            return ""
+        return f"{newest.kind} of {newest.ref} {newest.state}: {newest.error.message}"
+
     # --- push ------------------------------------------------------------------------------------
 
     def push(self, take_opened: OpenedCheckpoint, in_flight: InFlight) -> Operation:
@@ -94,7 +103,7 @@ class Deployment:
             raise
 
     async def _load(self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None) -> Version:
-        with VersionLoad(operation, opened, self.devices, self._host) as load:
+        with VersionLoad(operation, opened, self.devices, self._host) as load, naming(opened.folder):
             self._loading = load
             try:
                 await load.prove()
@@ -124,7 +133,8 @@ class Deployment:
             cause = f"pushed again: {proof.verified}"
             self._host.chronicle.journal.commit(twin.tag, proof, self.epoch, operation.id, cause)
         twin.proof = proof
-        versions.advance(version, VersionEvent.SWEEP, "the same content is resident already", operation.id)
+        cause = f"only this copy: the same content is {twin.state} already"
+        versions.advance(version, VersionEvent.SWEEP, cause, operation.id)
         self._host.collect()
         if twin is self.active:
             operation.epoch = twin.epoch
@@ -311,19 +321,33 @@ class Deployment:
 
     # --- after a restart -------------------------------------------------------------------------
 
-    async def restore(self, opened: OpenedCheckpoint, expected: Digest) -> None:
+    async def restore(self, tag: VersionTag) -> None:
         """Load what the journal says was active; the caller holds `one_operation`.
 
-        Its outcome is an operation's, like any other's; a folder whose content changed is refused.
+        Its outcome is an operation's, like any other's; a folder that is gone, or whose content changed, is
+        refused.
         """
-        operation = self._host.operations.start("restore", opened.ref)
+        operation = self._host.operations.start("restore", tag.ref)
         self._newest = self._newest or operation
         error: ChangeoverError | None = None
         try:
-            await self._push(operation, opened, expected)
+            with closing(await self._reopen(tag.ref)) as opened:
+                await self._push(operation, opened, tag.digest)
         except ChangeoverError as caught:
             error = caught
         self._host.operations.end(operation, error)
+
+    async def _reopen(self, ref: VersionRef) -> OpenedCheckpoint:
+        """Open the folder that a version was pushed from."""
+        usual, other = ref.folders
+        try:
+            return await self._host.planner.open(usual, ref, self.config)
+        except UnknownVersion as missing:
+            try:
+                # Pushed with the model named; whichever folder it is, its digest is held to the journal's.
+                return await self._host.planner.open(other, ref, self.config)
+            except UnknownVersion:
+                raise missing from None
 
     def commit_found(self, version: Version, epoch: Epoch) -> None:
         """Journal an epoch that an inferd knows and this loaderd's journal does not."""

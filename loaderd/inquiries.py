@@ -16,6 +16,7 @@ from loaderd.checkpoint.listing import list_folders
 from loaderd.deployment import Deployment
 from loaderd.host import Host
 from loaderd.lifecycle import VersionState
+from loaderd.planning import naming
 from loaderd.scrub import Scrub
 from loaderd.seal.document import read_seal
 from loaderd.seal.glance import SealGlance
@@ -194,11 +195,11 @@ class Inquiries:
     def _content_of_folder(self, name: str) -> Content:
         """From the seal.  Raises InvalidRequest where there is none: to read every byte of a folder is
         work that a reader may not cause.  Blocking."""
-        with open_checkpoint(self._roots, name) as checkpoint:
+        with naming(name), open_checkpoint(self._roots, name) as checkpoint:
             if checkpoint.seal_bytes is None:
                 raise InvalidRequest(
-                    f"{name} is not resident and has no seal to be compared by (seal it with "
-                    "`loaderctl seal`)",
+                    f"{name} is not resident and has no seal to be compared by (seal it: "
+                    "`loaderctl seal DIR`)",
                     name=name,
                 )
             seal = read_seal(checkpoint.seal_bytes)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from loaderd.proof import Proof
 from shared.closing import Closing
 from shared.control import HistoryEntry, Verified
-from shared.errors import ConfigError, Fact, InvalidName, ResourceError
+from shared.errors import Fact, InvalidName, ResourceError
 from shared.ids import Digest, Epoch, VersionRef, VersionTag, check_name
 from shared.messages import Count, DigestText, WireModel
 
@@ -67,8 +67,8 @@ class Journal(Closing):
     """Append-only history of one loaderd.  Used from the event loop's thread only."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the journal at `path`; raises ConfigError if it is damaged before its last line,
-        ResourceError if it cannot be read or written."""
+        """Open or create the journal at `path`; raises ResourceError if it is damaged before its last line,
+        or cannot be read or written."""
         self._path = path
         self.recollection = Recollection()
         self._recent: deque[HistoryEntry] = deque(maxlen=KEEP_ENTRIES)
@@ -191,7 +191,11 @@ def _read(path: Path) -> tuple[list[HistoryEntry], int]:
         except (ValidationError, InvalidName) as error:
             if intact + len(line) == len(raw):
                 break  # torn by a crash while it was written
-            raise ConfigError(f"{path}: entry {len(entries) + 1} is damaged: {error}") from error
+            raise ResourceError(
+                f"the journal {path} is damaged in line {len(entries) + 1}; put it aside "
+                f"(`mv {path} {path}.damaged`): what serves is then found out from the inferds, and where "
+                "there is none, push it again"
+            ) from error
         intact += len(line)
     return entries, intact
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,9 +22,12 @@ from loaderd.signature.check import SignedFolder, check_seal, check_signature, p
 from loaderd.versions import Version, VersionTable
 from shared.control import DevicePlanReport, PlanReport
 from shared.digest import file_digest
-from shared.errors import CheckpointError, PlanRefused
+from shared.errors import CheckpointError, PlanRefused, SignatureRefused
 from shared.ids import DeviceId, VersionRef
 from shared.memory.backend import MemoryBackend
+
+_SEAL = "; if the folder is as it should be, seal it: `loaderctl seal DIR`; else copy it again"
+_SIGN = "; if the folder is as it should be, sign it: `loaderctl seal DIR --key KEY`; else copy it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +71,39 @@ class OpenedCheckpoint:
         self.checkpoint.close()
 
 
+@contextmanager
+def naming(folder: str, step: str = "") -> Iterator[None]:
+    """Have what is wrong with a checkpoint name the version's folder beside the file, and end in `step`: what
+    to do about it.  What a signature refuses has a step of its own."""
+    try:
+        yield
+    except CheckpointError as error:
+        place = folder if error.file == folder else f"{folder}/{error.file}"
+        step = _SIGN if isinstance(error, SignatureRefused) else step
+        raise type(error)(error.reason + step, file=place, tensor=error.tensor, byte=error.byte) from error
+
+
 def open_checked(
     roots: Sequence[Path], folder: str, ref: VersionRef, config: ModelConfig
 ) -> OpenedCheckpoint:
     """What `Planner.open` gives.  Blocking."""
-    checkpoint = open_checkpoint(roots, folder)
+    with naming(folder):
+        checkpoint = open_checkpoint(roots, folder)
     try:
         seal = signed = None
         if config.verify == "signed":
             # Before the seal is parsed: an altered one is told as such.
-            signed = check_signature(checkpoint, config.trusted_keys)
+            with naming(folder):
+                signed = check_signature(checkpoint, config.trusted_keys)
         if checkpoint.seal_bytes is not None:
-            seal = read_seal(checkpoint.seal_bytes)
-            check_against(checkpoint, seal)
-            if signed is not None:
-                check_seal(signed, seal)
+            with naming(folder, _SEAL if signed is None else _SIGN):
+                seal = read_seal(checkpoint.seal_bytes)
+                check_against(checkpoint, seal)
+                if signed is not None:
+                    check_seal(signed, seal)
         elif config.verify == "sealed":
             raise CheckpointError(
-                f"has no seal.json, and {ref.model} is served sealed only (seal it with `loaderctl seal`)",
+                f"has no seal.json, and {ref.model} is served sealed only (seal it: `loaderctl seal DIR`)",
                 file=folder,
             )
     except BaseException:

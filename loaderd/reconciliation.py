@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
 
 from loaderd.adoption import read_config, take_back
 from loaderd.deployment import Deployment
@@ -13,7 +12,7 @@ from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent
 from loaderd.proof import Proof
 from loaderd.versions import Version, cause_of
-from shared.errors import ChangeoverError, ProtocolError, UnknownVersion
+from shared.errors import ProtocolError
 from shared.handoff import Prepared
 from shared.ids import Epoch, VersionTag
 
@@ -179,21 +178,7 @@ class Reconciliation:
             pass  # an inferd that came in time may be handing it back: hashing it takes longer than a grace
         if committed is None or self._deployment.active is not None:
             return
-        ref = committed.tag.ref
-        usual, other = ref.folders
-        try:
-            try:
-                opened = await self._host.planner.open(usual, ref, self._deployment.config)
-            except UnknownVersion:
-                # Pushed with the model named; whichever folder it is, its digest is held to the journal's.
-                opened = await self._host.planner.open(other, ref, self._deployment.config)
-        except ChangeoverError as error:
-            self._host.chronicle.record(
-                "restore.refused", error.message, model=ref.model, version=ref.version
-            )
-            return
-        with closing(opened):
-            await self._deployment.restore(opened, committed.tag.digest)
+        await self._deployment.restore(committed.tag)
 
     async def _adopt_what_is_lost(self, lease: Lease) -> None:
         """Take memory back as long as nothing is active: from then on what is unknown is stale.  Of what is

@@ -195,15 +195,19 @@ class VersionTable:
         for version in tuple(self._versions.values()):
             if version.state not in (VersionState.DRAINING, VersionState.FAILED):
                 continue
+            cause = "nobody maps it any more"
             if version.is_resident:
                 tag = version.tag
                 # Another load of the same content may be what those leases hold.
-                if self.find(tag) is None and any(lease.holds(tag) for lease in leases):
+                twin = self.find(tag)
+                if twin is None and any(lease.holds(tag) for lease in leases):
                     continue
+                if twin is not None:
+                    cause = f"only this copy: another of the same content is {twin.state}"
             version.copies.clear()
             self.slabs.release(version.user)
             if version.state is VersionState.DRAINING:
-                self.advance(version, VersionEvent.RELEASE, "nobody maps it any more")
+                self.advance(version, VersionEvent.RELEASE, cause)
             else:
                 self._forget(version)
 

@@ -85,8 +85,8 @@ class DeadlineExceeded(CallerError):
 class CheckpointError(CallerError):
     """A checkpoint is malformed, changed while it was read, or is not what its seal says.
 
-    `file` is relative to the checkpoint folder, `tensor` is empty where no single tensor is at
-    fault, `byte` is the offset in the file or -1.
+    `file` is relative to the checkpoint folder, or begins with its name; `tensor` is empty where no
+    single tensor is at fault, `byte` is the offset in the file or -1.
     """
 
     code = "checkpoint"

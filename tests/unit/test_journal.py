@@ -10,7 +10,7 @@ import pytest
 from loaderd import journal as journal_module
 from loaderd.journal import Journal
 from loaderd.proof import Proof
-from shared.errors import ConfigError, ResourceError
+from shared.errors import ResourceError
 from shared.ids import Digest, Epoch, VersionRef, VersionTag
 
 
@@ -83,13 +83,19 @@ def test_a_torn_last_line_is_dropped(path: Path, cut_bytes: int) -> None:
 
 
 def test_damage_before_the_last_line_is_refused(path: Path) -> None:
+    """Not as a configuration: `loaderd --check` would find nothing."""
     with Journal(path) as journal:
         journal.append("daemon.started")
         journal.append("daemon.stopping")
     raw = path.read_bytes()
     path.write_bytes(b"{" + raw[2:])
-    with pytest.raises(ConfigError, match="entry 1 is damaged"):
+    with pytest.raises(ResourceError) as caught:
         Journal(path)
+    assert caught.value.code == "resource"
+    assert caught.value.message == (
+        f"the journal {path} is damaged in line 1; put it aside (`mv {path} {path}.damaged`): what serves is "
+        "then found out from the inferds, and where there is none, push it again"
+    )
 
 
 def test_a_full_disk_leaves_the_journal_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from loaderd import journal as journal_module
 from loaderd.journal import Journal
 from loaderd.proof import Proof
-from shared.errors import ConfigError, ResourceError
+from shared.errors import ResourceError
 from shared.ids import Digest, Epoch, VersionRef, VersionTag
 
 TAG = VersionTag(VersionRef("smollm2", "v1"), Digest("sha256:" + "a" * 64))
@@ -41,7 +41,7 @@ def test_a_commit_that_cannot_be_is_refused_at_the_start(path: Path, change: dic
         journal.append("daemon.started")
     first, *rest = path.read_text().splitlines(keepends=True)
     path.write_text(json.dumps(json.loads(first) | change) + "\n" + "".join(rest))
-    with pytest.raises(ConfigError, match="entry 1 is damaged"):
+    with pytest.raises(ResourceError, match="is damaged in line 1;"):
         Journal(path)
 
 
