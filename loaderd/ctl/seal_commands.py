@@ -42,11 +42,13 @@ Jobs = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Hashed:
-    """A folder that was read, and with which key it was signed or held against its signature."""
+    """A folder that was read, with which key it was signed or held against its signature, and what is
+    to be said about it."""
 
     seal: Seal
     key_hint: str = ""
     key_file: Path | None = None
+    warning: str = ""
 
 
 def seal(
@@ -73,11 +75,11 @@ def seal(
     session = session_of(context, is_json=json)
     # Before anything is hashed: a key that cannot be used is told at once.
     signing = _signing_key(session.terminal, key) if key is not None else None
-    if signing is None and (directory / SIGNATURE_FILE).exists():
-        session.terminal.remark(
-            f"warning: {SIGNATURE_FILE} does not cover the new seal; sign again with --key, or remove it",
-            "yellow",
-        )
+    stale = (
+        f"warning: {SIGNATURE_FILE} does not cover the new seal; sign again with --key, or remove it"
+        if signing is None and (directory / SIGNATURE_FILE).exists()
+        else ""
+    )
     _hash(
         session.terminal,
         directory,
@@ -87,6 +89,7 @@ def seal(
             seal_directory(directory, key=signing, jobs=jobs or _default_jobs(), progress=progress),
             signing.hint if signing is not None else "",
             key,
+            stale,
         ),
     )
 
@@ -192,6 +195,8 @@ def _hash(
             hashed = hashing(progress)
     except KeyboardInterrupt:
         _interrupted(terminal, interrupted)
+    if hashed.warning:
+        terminal.remark(hashed.warning, "yellow")
     made = hashed.seal
     elapsed_s = progress.elapsed_s
     nbytes = sum(file.nbytes for file in made.files.values())

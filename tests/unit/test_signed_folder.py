@@ -416,6 +416,17 @@ def test_a_file_that_appears_while_a_folder_is_signed(
     assert not (folder / "seal.json").exists()
 
 
+@pytest.mark.parametrize("name", ["seal.json", ".seal.json.0123456789abcdef"])
+def test_another_seal_while_a_folder_is_signed_is_told(folder: Path, keys: KeyPair, name: str) -> None:
+    def appear(done: int, total: int) -> None:
+        if done == total:
+            (folder / name).write_text("{}")
+
+    with pytest.raises(CheckpointError, match=r"another seal of it ran; try again"):
+        seal_directory(folder, key=keys.signing, progress=appear)
+    assert not (folder / "model.sig").exists()
+
+
 def test_the_signature_is_written_after_the_seal(
     folder: Path, keys: KeyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,7 +544,7 @@ def test_a_seal_that_is_killed_leaves_a_file_that_the_next_one_removes(folder: P
 def test_what_a_living_seal_writes_is_let_alone(folder: Path, keys: KeyPair, left: str) -> None:
     with (folder / left).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match=r"is being written: another seal of this folder runs$"):
+        with pytest.raises(CheckpointError, match=r"is being written: another seal of this folder runs;"):
             seal_directory(folder, key=keys.signing)
     assert (folder / left).exists()
     assert not (folder / "model.sig").exists()

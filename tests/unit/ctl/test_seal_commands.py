@@ -237,6 +237,14 @@ def test_sealing_without_a_key_leaves_a_signature_that_is_none_any_more(
     )
 
 
+def test_a_seal_that_was_not_written_does_not_outdate_a_signature(tmp_path: Path, folder: Path) -> None:
+    (folder / "model.sig").write_text("x")
+    (folder / ".seal.json.0123456789abcdef").mkdir()  # cannot be removed, whoever asks
+    ran = run(tmp_path, "seal", "tiny-v1")
+    assert ran.code == 3
+    assert "warning" not in ran.stderr
+
+
 def test_a_passphrase_comes_from_the_environment(tmp_path: Path, folder: Path) -> None:
     keys = make_keys(tmp_path / "keys", passphrase="open sesame")
     command = ("seal", "tiny-v1", "--key", str(keys.private))
