@@ -100,7 +100,7 @@ def _checked_model(model: str | None) -> str | None:
 def _refusal(reply: PushReply) -> str:
     plan = reply.plan
     if plan.verdict == "cold":
-        return f"{plan.name} would need a cold start, which this push does not allow; nothing was changed"
+        return f"{plan.name} does not fit into memory beside what serves; nothing was changed"
     return f"{plan.name} is refused; nothing was changed"
 
 

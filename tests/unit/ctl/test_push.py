@@ -103,6 +103,7 @@ def test_a_refusal_is_exit_5_with_each_reason_on_its_line(
         "  reason: needs 80 GiB, 12 GiB are free",
     ]
     assert "nothing was changed" in ran.stderr
+    assert ("does not fit into memory beside what serves" in ran.stderr) is (verdict == "cold")
 
 
 @pytest.mark.parametrize(
