@@ -11,7 +11,7 @@ from loaderd.ctl.exit_codes import ExitCode
 from loaderd.ctl.follow import Conclusion, Follower
 from loaderd.ctl.live_view import LiveView
 from loaderd.ctl.operation_view import JsonView, LineView, OperationView
-from loaderd.ctl.session import InFlight, Json, Model, Session, Timeout, Wait, session_of
+from loaderd.ctl.session import InFlight, Json, Model, Session, Timeout, Wait, folder_name, session_of
 from loaderd.ctl.summary import reattach
 from loaderd.ctl.terminal import Terminal
 from shared.control import Push, PushReply, Rollback, RollbackReply
@@ -35,9 +35,7 @@ def push(
     Ctrl-C stops the waiting, not the push.
     """
     session = session_of(context, is_json=json)
-    body = Push(
-        name=check_name(name, "version"), model=_checked_model(model), dry_run=dry_run, in_flight=in_flight
-    )
+    body = Push(name=folder_name(name), model=_checked_model(model), dry_run=dry_run, in_flight=in_flight)
     with session.client() as client, _view(session.terminal) as view:
         try:
             reply = client.ask(body, PushReply, PLAN_DEADLINE_S)
@@ -63,7 +61,7 @@ def rollback(
 ) -> None:
     """Serve the retained version again: a flip, nothing is loaded."""
     session = session_of(context, is_json=json)
-    to = None if to is None else check_name(to, "version")
+    to = None if to is None else check_name(to, "version (expected vN or MODEL-vN)")
     body = Rollback(model=_checked_model(model), to=to, in_flight=in_flight)
     with session.client() as client, _view(session.terminal) as view:
         try:

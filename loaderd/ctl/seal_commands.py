@@ -17,7 +17,7 @@ from loaderd.ctl import tables
 from loaderd.ctl.client import HASH_DEADLINE_S
 from loaderd.ctl.exit_codes import ExitCode
 from loaderd.ctl.hash_progress import HashProgress
-from loaderd.ctl.session import Json, Session, session_of
+from loaderd.ctl.session import Json, Session, folder_name, session_of
 from loaderd.ctl.terminal import Terminal
 from loaderd.ctl.text import duration, printable, rate, size
 from loaderd.seal.check import verify_directory
@@ -25,8 +25,7 @@ from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal
 from loaderd.signature.keys import KeyRefused, SigningKey, TrustedKey
 from shared.control import Verify, VerifyReport
-from shared.errors import InvalidRequest
-from shared.ids import check_name
+from shared.errors import DaemonUnreachable, InvalidRequest, UnknownVersion
 
 KEY_VARIABLE = "CHANGEOVER_KEY_PASSPHRASE"
 
@@ -119,7 +118,7 @@ def verify(
     if target not in (".", "..") and "/" not in target:
         if key:
             raise InvalidRequest(f"--key is for folders: {target} is a version, ./{target} a folder")
-        _verify_resident(session, check_name(target, "version"))
+        _verify_resident(session, folder_name(target))
         return
     trusted = [TrustedKey.read(path) for path in key or ()]
     directory = Path(target)
@@ -169,7 +168,13 @@ def _passphrase(path: Path) -> str:
 
 def _verify_resident(session: Session, name: str) -> None:
     with session.client() as client:
-        report = client.ask(Verify(name=name), VerifyReport, HASH_DEADLINE_S)
+        try:
+            report = client.ask(Verify(name=name), VerifyReport, HASH_DEADLINE_S)
+        except (UnknownVersion, DaemonUnreachable) as error:
+            if not Path(name).is_dir():
+                raise
+            hint = f"{name} is a folder here; to verify that: loaderctl verify ./{name}"
+            raise type(error)(f"{error.message}; {hint}", **error.facts) from error
     code = ExitCode.FAILED if report.damaged else ExitCode.DONE
     message = f"{len(report.damaged)} of {report.tensors} tensors are damaged" if report.damaged else ""
     if session.terminal.is_json:

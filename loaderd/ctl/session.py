@@ -11,6 +11,7 @@ import typer
 from loaderd.ctl.client import ControlClient
 from loaderd.ctl.terminal import Terminal
 from shared import messages
+from shared.ids import check_name
 from shared.run_dir import DEFAULT_RUN_DIR, RunDir
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
@@ -29,6 +30,11 @@ InFlight = Annotated[
     ),
 ]
 Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Which model, where it cannot be told.")]
+
+
+def folder_name(name: str) -> str:
+    """`name`, if loaderd may look it up below its model roots; raises InvalidName, also for a path."""
+    return check_name(name, "version (expected MODEL-vN, the name of a folder below a model root, no path)")
 
 
 @dataclass(slots=True)

@@ -179,6 +179,20 @@ def test_a_wrong_command_line_is_exit_2_and_asks_nothing(tmp_path: Path, argumen
     assert ran.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments", [("push", "smollm2-v1/"), ("diff", "smollm2-v1", "/srv/models/smollm2-v2")]
+)
+def test_a_path_in_place_of_a_name_is_told_what_is_expected(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    ran = run(tmp_path, *arguments)
+    assert ran.code == 2
+    assert ran.stderr == (
+        f"error: {arguments[-1]!r} is not a valid version (expected MODEL-vN, the name of a folder below a "
+        "model root, no path)\n"
+    )
+
+
 def test_a_name_that_loaderd_does_not_know_is_exit_2(tmp_path: Path) -> None:
     with ScriptedDaemon(tmp_path) as daemon:
         daemon.on("push", UnknownVersion("no folder smollm2-v9 below /srv/models"))
