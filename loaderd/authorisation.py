@@ -69,7 +69,10 @@ class Policy:
         own = f", uid {self.own_uid}" if self.own_uid else ""
         allowed = f"root{own}" + "".join(f" and members of group {group.name}" for group in groups)
         raise NotPermitted(
-            f"uid {caller.uid} may not {verb}; {allowed} may", verb=verb, uid=caller.uid, allowed=allowed
+            f"uid {caller.uid} may not {'roll back' if verb == 'rollback' else verb}; {allowed} may",
+            verb=verb,
+            uid=caller.uid,
+            allowed=allowed,
         )
 
 

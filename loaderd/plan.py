@@ -33,7 +33,8 @@ _CONFIG_KEYS = 8
 
 
 class Verdict(StrEnum):
-    """What a push would do: replace while serving, replace after unloading, or nothing."""
+    """What a push would do: replace while serving, or nothing.  `cold` is for what would have room only
+    in place of what serves, which no push unloads."""
 
     HOT = "hot"
     COLD = "cold"
@@ -226,14 +227,15 @@ def _fit(
         if _tightest(devices).missing_bytes <= 0:
             reason = (
                 f"{least.missing_bytes} bytes are missing on {least.device} to hold {candidate.name} beside "
-                f"{serving.name}: it fits only after {serving.name} is unloaded"
+                f"{serving.name}, which serves and which no push unloads"
+                + _needed_limit(memory[least.device], least)
                 + _holders(memory[least.device], least.missing_bytes + least.room_bytes)
             )
             return _Fit(Verdict.COLD, placement, devices, sweep_first=bool(swept), reasons=(reason,))
 
     tight = _tightest(devices)
     limit_bytes = memory[tight.device].limit_bytes
-    limit = "" if limit_bytes is None else f" (the limit for weights is {limit_bytes})"
+    limit = "" if limit_bytes is None else f" (memory_limit_bytes is {limit_bytes})"
     reason = (
         f"{candidate.name} needs {tight.bytes_to_allocate} bytes on {tight.device}, "
         f"{max(tight.room_bytes, 0)} are free there{limit}, and unloading what it may replace frees "
@@ -257,6 +259,14 @@ def _device_plan(
     return DevicePlan(
         device, new_bytes, freed_bytes, memory.free_bytes, room_bytes, used_bytes - freed_bytes + new_bytes
     )
+
+
+def _needed_limit(memory: DeviceMemory, device: DevicePlan) -> str:
+    """The limit for weights and what it would have to be, where less is free within it than on the device."""
+    if memory.limit_bytes is None or device.room_bytes >= memory.free_bytes:
+        return ""
+    needed_bytes = memory.limit_bytes + device.missing_bytes
+    return f"; memory_limit_bytes is {memory.limit_bytes}, at least {needed_bytes} is needed"
 
 
 def _holders(memory: DeviceMemory, needed_bytes: int) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE
 from shared.errors import CheckpointError, DriverError
 
 _TEMPORARY = re.compile(rf"\.({re.escape(SEAL_FILE)}|{re.escape(SIGNATURE_FILE)})\.[0-9a-f]{{16}}")
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def is_temporary(name: str) -> bool:
@@ -18,20 +22,26 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
+def check_writable(folder_fd: int, name: str) -> None:
+    """Raise what `replace_file` would before it writes anything.  Blocking.
+
+    Only making a file tells: modes, ACLs, mounts and quotas all have a say.
+    """
+    with _translated(name):
+        temporary, fd = _create(folder_fd, name)
+        os.close(fd)
+        with suppress(FileNotFoundError):  # another seal took it for what a killed one left
+            os.unlink(temporary, dir_fd=folder_fd)
+
+
 def replace_file(folder_fd: int, name: str, data: bytes) -> None:
     """Give `name` in the folder this content, on the disk before it has the name.  Blocking.
 
-    `folder_fd` may be O_PATH and stays the caller's.  Raises DriverError; then what was there before
-    is there still.
+    `folder_fd` may be O_PATH and stays the caller's.  Raises CheckpointError where the caller may not
+    write, else DriverError; then what was there before is there still.
     """
-    temporary = f".{name}.{secrets.token_hex(8)}"
-    try:
-        fd = os.open(
-            temporary,
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o644,
-            dir_fd=folder_fd,
-        )
+    with _translated(name):
+        temporary, fd = _create(folder_fd, name)
         try:
             try:
                 _lock(fd)  # until it is closed: tells `remove_temporaries` that the writer lives
@@ -50,7 +60,25 @@ def replace_file(folder_fd: int, name: str, data: bytes) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def _create(folder_fd: int, name: str) -> tuple[str, int]:
+    """A new file to be renamed to `name`, and its fd, which the caller owns."""
+    temporary = f".{name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return temporary, os.open(temporary, flags, 0o644, dir_fd=folder_fd)
+
+
+@contextmanager
+def _translated(name: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
+        if error.errno in _FORBIDDEN:
+            raise CheckpointError(
+                f"cannot be written: {error.strerror}; sealing needs the right to create files in the folder",
+                file=name,
+            ) from error
         raise DriverError("write", error.errno or 0, f"{name}: {error.strerror}") from error
 
 
@@ -73,7 +101,10 @@ def _remove(folder_fd: int, name: str) -> None:
         fd = os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
         try:
             if not _lock(fd):
-                raise CheckpointError("is being written: another seal of this folder runs", file=name)
+                raise CheckpointError(
+                    "is being written: another seal of this folder runs; try again when it has ended",
+                    file=name,
+                )
             os.unlink(name, dir_fd=folder_fd)
         finally:
             os.close(fd)

@@ -16,7 +16,7 @@ import zmq
 from loaderd.ctl.event_stream import EventStream
 from shared.closing import Closing
 from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, decode, encode
-from shared.control import REPLY, Reply, Request, Result, Verb
+from shared.control import REPLY, Push, Reply, Request, Result, Rollback, Verb
 from shared.errors import DaemonUnreachable, NotPermitted, ProtocolError
 from shared.run_dir import RunDir
 
@@ -96,7 +96,7 @@ class ControlClient(Closing):
         except zmq.Again as error:
             # It was there a moment ago; with IMMEDIATE a request is never queued for who comes next.
             raise DaemonUnreachable(
-                f"{self._run_dir.control} hung up before {request.body.verb} was sent; {_HELP}"
+                f"{self._run_dir.control} hung up before it was asked; {_HELP}"
             ) from error
         while connection.poll(_left_ms(end_ns + round(_GRACE_S * 1e9)), zmq.POLLIN):
             frames = connection.recv_multipart(zmq.NOBLOCK)
@@ -110,13 +110,13 @@ class ControlClient(Closing):
             # A daemon that could not read the request cannot know its id.
             if reply.request_id == request.request_id or (not reply.request_id and reply.error is not None):
                 return reply
-        unanswered = f"{request.body.verb} was sent and not answered; whether it is carried out is not known"
+        unanswered = _unanswered(request.body)
         try:
             _probe(self._run_dir.control)
         except DaemonUnreachable as error:
-            raise DaemonUnreachable(f"{error.message}; {unanswered}") from error
+            raise DaemonUnreachable(f"{error.message}{unanswered}") from error
         raise DaemonUnreachable(
-            f"no answer on {self._run_dir.control} within {deadline_s:g} s; {_HELP}; {unanswered}"
+            f"no answer on {self._run_dir.control} within {deadline_s:g} s; {_HELP}{unanswered}"
         )
 
     def _connect(self) -> zmq.Socket[bytes]:
@@ -137,6 +137,17 @@ class ControlClient(Closing):
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None
+
+
+def _unanswered(body: Verb) -> str:
+    """What is to be said of a request that may be carried out although nobody answered; nothing of one
+    that only asks."""
+    if not isinstance(body, Push | Rollback):
+        return ""
+    return (
+        f"; the {body.verb} was sent and not answered, and may be carried out: see loaderctl status when "
+        "loaderd answers"
+    )
 
 
 def _left_ms(end_ns: int) -> int:

@@ -24,8 +24,8 @@ class ExitCode(IntEnum):
     meaning: str
 
     DONE = 0, "done"
-    USAGE = 2, "usage error: an option, or a name that loaderd does not know"
-    FAILED = 3, "failed or rolled back: the version that served before serves"
+    USAGE = 2, "not possible as asked: an option, a name, a key, nothing to roll back to"
+    FAILED = 3, "failed, rolled back, or no good folder: what served before serves"
     TIMED_OUT = 4, "timed out: loaderctl stopped waiting, the push continues"
     REFUSED = 5, "refused by the plan: nothing was changed"
     UNREACHABLE = 6, "loaderd is unreachable"

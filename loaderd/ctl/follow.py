@@ -101,7 +101,9 @@ class Follower:
                 if not self.is_known:
                     raise
                 return self._conclude(
-                    ExitCode.FAILED, f"loaderd does not know {self.operation} any more: {error.message}"
+                    ExitCode.FAILED,
+                    f"loaderd does not know {self.operation} any more: {error.message}. What serves is in "
+                    "loaderctl status, how far it came in loaderctl history; if need be, ask for it again",
                 )
             except ChangeoverError as error:
                 # Away, overloaded or out of order: that says nothing about the operation.

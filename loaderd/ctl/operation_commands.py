@@ -11,7 +11,18 @@ from loaderd.ctl.exit_codes import ExitCode
 from loaderd.ctl.follow import Conclusion, Follower
 from loaderd.ctl.live_view import LiveView
 from loaderd.ctl.operation_view import JsonView, LineView, OperationView
-from loaderd.ctl.session import InFlight, Json, Model, Session, Timeout, Wait, session_of
+from loaderd.ctl.session import (
+    Detach,
+    InFlight,
+    Json,
+    Model,
+    Session,
+    Timeout,
+    Wait,
+    folder_name,
+    is_to_wait,
+    session_of,
+)
 from loaderd.ctl.summary import reattach
 from loaderd.ctl.terminal import Terminal
 from shared.control import Push, PushReply, Rollback, RollbackReply
@@ -23,7 +34,8 @@ def push(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Checkpoint folder below a model root.")],
     model: Model = None,
     in_flight: InFlight = "finish",
-    wait: Wait = True,
+    wait: Wait = False,
+    detach: Detach = False,
     timeout: Timeout = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and change nothing.")] = False,
     json: Json = False,
@@ -35,9 +47,8 @@ def push(
     Ctrl-C stops the waiting, not the push.
     """
     session = session_of(context, is_json=json)
-    body = Push(
-        name=check_name(name, "version"), model=_checked_model(model), dry_run=dry_run, in_flight=in_flight
-    )
+    wait = is_to_wait(wait=wait, detach=detach)
+    body = Push(name=folder_name(name), model=_checked_model(model), dry_run=dry_run, in_flight=in_flight)
     with session.client() as client, _view(session.terminal) as view:
         try:
             reply = client.ask(body, PushReply, PLAN_DEADLINE_S)
@@ -57,13 +68,15 @@ def rollback(
     model: Model = None,
     to: Annotated[str | None, typer.Option(metavar="VERSION", help="A version that is resident.")] = None,
     in_flight: InFlight = "finish",
-    wait: Wait = True,
+    wait: Wait = False,
+    detach: Detach = False,
     timeout: Timeout = None,
     json: Json = False,
 ) -> None:
     """Serve the retained version again: a flip, nothing is loaded."""
     session = session_of(context, is_json=json)
-    to = None if to is None else check_name(to, "version")
+    wait = is_to_wait(wait=wait, detach=detach)
+    to = None if to is None else check_name(to, "version (expected vN or MODEL-vN)")
     body = Rollback(model=_checked_model(model), to=to, in_flight=in_flight)
     with session.client() as client, _view(session.terminal) as view:
         try:
@@ -100,7 +113,7 @@ def _checked_model(model: str | None) -> str | None:
 def _refusal(reply: PushReply) -> str:
     plan = reply.plan
     if plan.verdict == "cold":
-        return f"{plan.name} would need a cold start, which this push does not allow; nothing was changed"
+        return f"{plan.name} does not fit into memory beside what serves; nothing was changed"
     return f"{plan.name} is refused; nothing was changed"
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from loaderd.ctl import tables
 from loaderd.ctl.client import HASH_DEADLINE_S, ControlClient
-from loaderd.ctl.session import Json, Session, session_of
+from loaderd.ctl.session import Json, Session, folder_name, session_of
 from loaderd.ctl.text import printable
 from shared.control import (
     Diff,
@@ -80,7 +80,7 @@ def diff(
 ) -> None:
     """Compare two versions tensor by tensor; sizes are bytes of B."""
     session = session_of(context, is_json=json)
-    body = Diff(before=check_name(before, "version"), after=check_name(after, "version"))
+    body = Diff(before=folder_name(before), after=folder_name(after))
     with session.client() as client:
         report = client.ask(body, DiffReport, HASH_DEADLINE_S)
     if json:

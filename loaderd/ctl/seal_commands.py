@@ -17,7 +17,7 @@ from loaderd.ctl import tables
 from loaderd.ctl.client import HASH_DEADLINE_S
 from loaderd.ctl.exit_codes import ExitCode
 from loaderd.ctl.hash_progress import HashProgress
-from loaderd.ctl.session import Json, Session, session_of
+from loaderd.ctl.session import Json, Session, folder_name, session_of
 from loaderd.ctl.terminal import Terminal
 from loaderd.ctl.text import duration, printable, rate, size
 from loaderd.seal.check import verify_directory
@@ -25,8 +25,7 @@ from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal
 from loaderd.signature.keys import KeyRefused, SigningKey, TrustedKey
 from shared.control import Verify, VerifyReport
-from shared.errors import InvalidRequest
-from shared.ids import check_name
+from shared.errors import DaemonUnreachable, InvalidRequest, UnknownVersion
 
 KEY_VARIABLE = "CHANGEOVER_KEY_PASSPHRASE"
 
@@ -42,11 +41,13 @@ Jobs = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Hashed:
-    """A folder that was read, and with which key it was signed or held against its signature."""
+    """A folder that was read, with which key it was signed or held against its signature, and what is
+    to be said about it."""
 
     seal: Seal
     key_hint: str = ""
     key_file: Path | None = None
+    warning: str = ""
 
 
 def seal(
@@ -73,11 +74,11 @@ def seal(
     session = session_of(context, is_json=json)
     # Before anything is hashed: a key that cannot be used is told at once.
     signing = _signing_key(session.terminal, key) if key is not None else None
-    if signing is None and (directory / SIGNATURE_FILE).exists():
-        session.terminal.remark(
-            f"warning: {SIGNATURE_FILE} does not cover the new seal; sign again with --key, or remove it",
-            "yellow",
-        )
+    stale = (
+        f"warning: {SIGNATURE_FILE} does not cover the new seal; sign again with --key, or remove it"
+        if signing is None and (directory / SIGNATURE_FILE).exists()
+        else ""
+    )
     _hash(
         session.terminal,
         directory,
@@ -87,6 +88,7 @@ def seal(
             seal_directory(directory, key=signing, jobs=jobs or _default_jobs(), progress=progress),
             signing.hint if signing is not None else "",
             key,
+            stale,
         ),
     )
 
@@ -116,7 +118,7 @@ def verify(
     if target not in (".", "..") and "/" not in target:
         if key:
             raise InvalidRequest(f"--key is for folders: {target} is a version, ./{target} a folder")
-        _verify_resident(session, check_name(target, "version"))
+        _verify_resident(session, folder_name(target))
         return
     trusted = [TrustedKey.read(path) for path in key or ()]
     directory = Path(target)
@@ -166,7 +168,13 @@ def _passphrase(path: Path) -> str:
 
 def _verify_resident(session: Session, name: str) -> None:
     with session.client() as client:
-        report = client.ask(Verify(name=name), VerifyReport, HASH_DEADLINE_S)
+        try:
+            report = client.ask(Verify(name=name), VerifyReport, HASH_DEADLINE_S)
+        except (UnknownVersion, DaemonUnreachable) as error:
+            if not Path(name).is_dir():
+                raise
+            hint = f"{name} is a folder here; to verify that: loaderctl verify ./{name}"
+            raise type(error)(f"{error.message}; {hint}", **error.facts) from error
     code = ExitCode.FAILED if report.damaged else ExitCode.DONE
     message = f"{len(report.damaged)} of {report.tensors} tensors are damaged" if report.damaged else ""
     if session.terminal.is_json:
@@ -192,6 +200,8 @@ def _hash(
             hashed = hashing(progress)
     except KeyboardInterrupt:
         _interrupted(terminal, interrupted)
+    if hashed.warning:
+        terminal.remark(hashed.warning, "yellow")
     made = hashed.seal
     elapsed_s = progress.elapsed_s
     nbytes = sum(file.nbytes for file in made.files.values())

@@ -11,6 +11,8 @@ import typer
 from loaderd.ctl.client import ControlClient
 from loaderd.ctl.terminal import Terminal
 from shared import messages
+from shared.errors import InvalidRequest
+from shared.ids import check_name
 from shared.run_dir import DEFAULT_RUN_DIR, RunDir
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
@@ -20,7 +22,8 @@ Timeout = Annotated[
         min=0, metavar="SECONDS", help="Stop waiting after this time (exit code 4); the operation goes on."
     ),
 ]
-Wait = Annotated[bool, typer.Option("--wait/--detach", help="Wait for the end, or return at once.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; so it does unless told to detach.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return at once, and say how to wait for the end.")]
 InFlight = Annotated[
     messages.InFlight,
     typer.Option(
@@ -29,6 +32,18 @@ InFlight = Annotated[
     ),
 ]
 Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Which model, where it cannot be told.")]
+
+
+def is_to_wait(*, wait: bool, detach: bool) -> bool:
+    """What `--wait` and `--detach` say together; raises InvalidRequest for both."""
+    if wait and detach:
+        raise InvalidRequest("--wait and --detach exclude each other")
+    return not detach
+
+
+def folder_name(name: str) -> str:
+    """`name`, if loaderd may look it up below its model roots; raises InvalidName, also for a path."""
+    return check_name(name, "version (expected MODEL-vN, the name of a folder below a model root, no path)")
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ def plan_lines(plan: PlanReport) -> Iterator[Line]:
             f"  memory of {device.device}: allocate {size(device.bytes_to_allocate)} of "
             f"{size(device.free_bytes)} free, peak of all weights {size(device.peak_bytes)}"
         )
-    if plan.sweep_first:
+    if plan.sweep_first and plan.verdict == "hot":
         yield Line("  the retained version is released first; it cannot be rolled back to afterwards")
     for warning in plan.warnings:
         yield Line(f"  warning: {warning}", "yellow")

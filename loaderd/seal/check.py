@@ -100,7 +100,9 @@ def verify_directory(
             seal = read_seal(checkpoint.seal_bytes)
             check_against(checkpoint, seal)
         elif signed is None:
-            raise CheckpointError("does not exist: the folder is not sealed", file=SEAL_FILE)
+            raise CheckpointError(
+                "does not exist: the folder is not sealed (seal it with `loaderctl seal`)", file=SEAL_FILE
+            )
         others = unread_files(checkpoint, signed) if signed is not None else ()
         scans = scan_checkpoint(checkpoint, others, jobs=jobs, progress=progress)
         checkpoint.verify_unchanged()

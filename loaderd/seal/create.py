@@ -7,7 +7,12 @@ from pathlib import Path
 
 from loaderd.checkpoint.checkpoint import SEAL_LIMIT_BYTES, Checkpoint, open_directory
 from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE, shown
-from loaderd.checkpoint.replacement import remove_temporaries, replace_file
+from loaderd.checkpoint.replacement import (
+    check_writable,
+    is_temporary,
+    remove_temporaries,
+    replace_file,
+)
 from loaderd.seal.document import Seal, SealedFile, SealedTensor, encode_seal, make_seal
 from loaderd.seal.scan import FileScan, Progress, scan_checkpoint
 from loaderd.signature.create import sign_files
@@ -24,20 +29,20 @@ def seal_directory(
 
     With a key, every file of the folder is hashed and a signature over all of them, the seal
     included, is written after the seal.  Blocking.  Raises CheckpointError if the folder is
-    malformed, unfinished, being sealed already or changes meanwhile; then nothing is written and an
-    older seal stays.
+    malformed, unfinished, not to be written to, being sealed already or changes meanwhile; then nothing
+    is written and an older seal stays.
     """
     with open_directory(directory) as checkpoint:
         checkpoint.refuse_unfinished()
+        # Before anything is hashed, which may take minutes.
+        check_writable(checkpoint.borrow_folder_fd(), SEAL_FILE)
         # They would be signed, and a signed file that is removed later ends the signature.
         remove_temporaries(checkpoint.borrow_folder_fd())
         tree = checkpoint.tree(_is_ignored) if key is not None else {}
         beside = sorted(tree.keys() - {*checkpoint.files, *checkpoint.documents, SEAL_FILE})
         scans = scan_checkpoint(checkpoint, beside, jobs=jobs, progress=progress)
         seal = assemble_seal(checkpoint, scans)
-        checkpoint.verify_unchanged()
-        if key is not None and (changed := tree.keys() ^ checkpoint.tree(_is_ignored).keys()):
-            raise CheckpointError("appeared or went away while it was signed", file=shown(min(changed)))
+        _verify_unchanged(checkpoint, tree if key is not None else None)
         text, signature = encode_seal(seal), None
         if len(text) > SEAL_LIMIT_BYTES:
             raise CheckpointError(
@@ -75,6 +80,21 @@ def assemble_seal(checkpoint: Checkpoint, scans: Mapping[str, FileScan]) -> Seal
         for source in checkpoint.tensors
     }
     return make_seal(files, tensors)
+
+
+def _verify_unchanged(checkpoint: Checkpoint, tree: Mapping[str, bool] | None) -> None:
+    """Raise CheckpointError if a file has changed; with a tree, where all is signed, also for a new one."""
+    try:
+        checkpoint.verify_unchanged()
+        if tree is not None and (changed := tree.keys() ^ checkpoint.tree(_is_ignored).keys()):
+            raise CheckpointError("appeared or went away while it was signed", file=shown(min(changed)))
+    except CheckpointError as error:
+        if error.file != SEAL_FILE and not is_temporary(error.file):
+            raise
+        raise CheckpointError(
+            "changed while the folder was hashed: another seal of it ran; try again when none does",
+            file=error.file,
+        ) from error
 
 
 def _is_ignored(path: str) -> bool:

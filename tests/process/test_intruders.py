@@ -37,9 +37,11 @@ HELLO = {
     "held": [],
 }
 
-# In the program, not by exec: another user may not be able to read where this interpreter lies.
+# In the program, not by exec, and with all of it imported: another user may not be able to read where this
+# interpreter and this tree lie.
 BECOME_NOBODY = f"""
 import os
+import loaderd.ctl.app
 os.setgroups([])
 os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})

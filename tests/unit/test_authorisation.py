@@ -50,7 +50,8 @@ def test_these_may_change(verb: str, caller: Caller) -> None:
 
 @pytest.mark.parametrize("verb", CHANGING)
 def test_others_may_not(verb: str) -> None:
-    with pytest.raises(NotPermitted, match=f"uid 1000 may not {verb}; root, uid 990 and members of group"):
+    said = "roll back" if verb == "rollback" else verb
+    with pytest.raises(NotPermitted, match=f"uid 1000 may not {said}; root, uid 990 and members of group"):
         POLICY.check(verb, STRANGER)
     with pytest.raises(NotPermitted):
         Policy(own_uid=990).check(verb, Caller(1000, 991, 1, frozenset({991})))

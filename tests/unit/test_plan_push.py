@@ -230,8 +230,20 @@ def test_what_fits_only_after_unloading_is_cold_and_says_what_is_missing() -> No
     cold = plan(memory=DeviceMemory(3 * KIB))
     assert (cold.verdict, cold.sweep_first, cold.tightest.peak_bytes) == (Verdict.COLD, False, 8 * KIB)
     assert cold.reasons == (
-        f"{5 * KIB} bytes are missing on host to hold m-v2 beside m-v1: it fits only after m-v1 is unloaded",
+        f"{5 * KIB} bytes are missing on host to hold m-v2 beside m-v1, "
+        "which serves and which no push unloads",
     )
+
+
+def test_a_limit_that_is_too_small_is_named_with_one_that_would_do() -> None:
+    limit_bytes = 15 * KIB
+    cold = plan(memory=DeviceMemory(1 << 30, limit_bytes))
+    assert cold.verdict is Verdict.COLD
+    assert cold.reasons[0].endswith(f"; memory_limit_bytes is {limit_bytes}, at least {16 * KIB} is needed")
+    assert plan(memory=DeviceMemory(1 << 30, 16 * KIB)).verdict is Verdict.HOT
+    memory_is_less = plan(memory=DeviceMemory(6 * KIB, limit_bytes))
+    assert memory_is_less.verdict is Verdict.COLD
+    assert "memory_limit_bytes" not in memory_is_less.reasons[0]
 
 
 def test_a_cold_load_shares_nothing_that_is_unloaded() -> None:
@@ -245,7 +257,7 @@ def test_what_never_fits_is_refused_with_needed_and_free() -> None:
                    memory=DeviceMemory(1 << 30, limit_bytes=14 * KIB))  # fmt: skip
     assert (refused.verdict, refused.sweep_first) == (Verdict.REFUSE, False)
     assert refused.reasons == (
-        f"m-v2 needs {8 * KIB} bytes on host, 0 are free there (the limit for weights is {14 * KIB}), "
+        f"m-v2 needs {8 * KIB} bytes on host, 0 are free there (memory_limit_bytes is {14 * KIB}), "
         f"and unloading what it may replace frees {8 * KIB}: {2 * KIB} bytes are missing",
     )
     first = plan(serving=None, residents=Residents(), memory=DeviceMemory(KIB))
@@ -348,7 +360,7 @@ def test_missing_device_memory_names_who_holds_it() -> None:
     assert refused.reasons[-1].endswith(f"bytes are missing; {HELD}")
     cold = plan_push(candidate(), SERVING, RESIDENTS, {HOST_DEVICE: memory}, rules=RULES)
     assert cold.verdict is Verdict.COLD
-    assert cold.reasons[-1].endswith(f"after m-v1 is unloaded; {HELD}")
+    assert cold.reasons[-1].endswith(f"no push unloads; {HELD}")
 
 
 def test_holders_are_not_named_where_the_limit_for_weights_is_what_is_missing() -> None:

@@ -11,8 +11,8 @@ import typer.main
 
 from inferd.config import InferdConfig
 from loaderd.config import LoaderdConfig
+from loaderd.ctl.app import app
 from loaderd.ctl.exit_codes import ExitCode
-from loaderd.ctl.main import app
 from shared.config_file import load_config
 
 ROOT = Path(__file__).parents[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -326,6 +327,42 @@ def test_a_seal_is_whole_or_not_there(folder: Path, monkeypatch: pytest.MonkeyPa
         seal_directory(folder)
     assert read_seal((folder / "seal.json").read_bytes()) == before
     assert not [path for path in folder.iterdir() if path.name.startswith(".seal")]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_cannot_be_written_to_is_not_hashed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, *rest: int, dir_fd: int | None = None) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *rest, dir_fd=dir_fd)
+
+    monkeypatch.setattr(replacement.os, "open", refuse)
+    seen: list[int] = []
+    with pytest.raises(CheckpointError) as caught:
+        seal_directory(folder, progress=lambda done, total: seen.append(done))
+    assert str(caught.value) == (
+        f"seal.json: cannot be written: {os.strerror(number)}; "
+        "sealing needs the right to create files in the folder"
+    )
+    assert seen == []
+
+
+def test_another_seal_meanwhile_is_told(folder: Path) -> None:
+    seal_directory(folder)
+
+    def seal_too(done: int, total: int) -> None:
+        if done == total:
+            seal_directory(folder)
+
+    with pytest.raises(CheckpointError) as caught:
+        seal_directory(folder, progress=seal_too)
+    assert str(caught.value) == (
+        "seal.json: changed while the folder was hashed: another seal of it ran; try again when none does"
+    )
 
 
 def test_a_seal_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

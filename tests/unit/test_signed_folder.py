@@ -167,7 +167,9 @@ def refusal(folder: Path, keys: KeyPair) -> str:
 
 
 def test_no_signature(folder: Path, keys: KeyPair) -> None:
-    assert refusal(folder, keys) == "model.sig: does not exist: the folder is not signed"
+    assert refusal(folder, keys) == (
+        "model.sig: does not exist: the folder is not signed (sign it with `loaderctl seal --key`)"
+    )
 
 
 def test_a_key_that_is_not_trusted(signed: Path, keys: KeyPair, other_keys: KeyPair) -> None:
@@ -416,6 +418,17 @@ def test_a_file_that_appears_while_a_folder_is_signed(
     assert not (folder / "seal.json").exists()
 
 
+@pytest.mark.parametrize("name", ["seal.json", ".seal.json.0123456789abcdef"])
+def test_another_seal_while_a_folder_is_signed_is_told(folder: Path, keys: KeyPair, name: str) -> None:
+    def appear(done: int, total: int) -> None:
+        if done == total:
+            (folder / name).write_text("{}")
+
+    with pytest.raises(CheckpointError, match=r"another seal of it ran; try again"):
+        seal_directory(folder, key=keys.signing, progress=appear)
+    assert not (folder / "model.sig").exists()
+
+
 def test_the_signature_is_written_after_the_seal(
     folder: Path, keys: KeyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,7 +546,7 @@ def test_a_seal_that_is_killed_leaves_a_file_that_the_next_one_removes(folder: P
 def test_what_a_living_seal_writes_is_let_alone(folder: Path, keys: KeyPair, left: str) -> None:
     with (folder / left).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match=r"is being written: another seal of this folder runs$"):
+        with pytest.raises(CheckpointError, match=r"is being written: another seal of this folder runs;"):
             seal_directory(folder, key=keys.signing)
     assert (folder / left).exists()
     assert not (folder / "model.sig").exists()

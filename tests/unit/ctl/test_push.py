@@ -103,6 +103,7 @@ def test_a_refusal_is_exit_5_with_each_reason_on_its_line(
         "  reason: needs 80 GiB, 12 GiB are free",
     ]
     assert "nothing was changed" in ran.stderr
+    assert ("does not fit into memory beside what serves" in ran.stderr) is (verdict == "cold")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,9 @@ def test_not_permitted_is_exit_7_with_who_may(tmp_path: Path) -> None:
         ("push", "v2", "--timeout", "-1"),
         ("push",),
         ("push", "v2", "--model", "a/b"),
+        ("push", "v2", "--wait", "--detach"),
         ("rollback", "--to", "../v1"),
+        ("rollback", "--detach", "--wait"),
         ("wait", "a b"),
         ("history", "-n", "0"),
         ("no-such-command",),
@@ -176,6 +179,20 @@ def test_a_wrong_command_line_is_exit_2_and_asks_nothing(tmp_path: Path, argumen
         assert daemon.asked == []
     assert (ran.code, ran.stdout) == (2, "")
     assert ran.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("push", "smollm2-v1/"), ("diff", "smollm2-v1", "/srv/models/smollm2-v2")]
+)
+def test_a_path_in_place_of_a_name_is_told_what_is_expected(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    ran = run(tmp_path, *arguments)
+    assert ran.code == 2
+    assert ran.stderr == (
+        f"error: {arguments[-1]!r} is not a valid version (expected MODEL-vN, the name of a folder below a "
+        "model root, no path)\n"
+    )
 
 
 def test_a_name_that_loaderd_does_not_know_is_exit_2(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def test_a_restart_in_mid_push_is_said_once_and_then_waited_out(tmp_path: Path) 
     with ScriptedDaemon(tmp_path, "generation-2") as daemon:
         daemon.play([reports.operation(stage="preparing"), reports.ended()])
         ran = finish(process)
-    assert "still trying" in said
+    assert said.endswith("try: systemctl status loaderd; still trying, the operation may go on\n")
+    assert "sent" not in said
     assert ran.code == 0
     assert ran.stderr == "loaderd answers again\n"
     assert "done: push of smollm2-v2 serves" in ran.stdout
@@ -89,6 +90,8 @@ def test_a_push_that_the_new_daemon_does_not_know_is_exit_3(tmp_path: Path, is_j
         assert "does not know" in str(ran.json_lines[-1]["message"])
     else:
         assert f"does not know {OPERATION} any more" in ran.stderr
+        assert "loaderctl status" in ran.stderr
+        assert "loaderctl history" in ran.stderr
 
 
 def test_a_daemon_that_stays_away_until_the_timeout_is_exit_6(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from loaderd.ctl import tables
 from loaderd.ctl.hash_progress import HashProgress
 from loaderd.ctl.terminal import Terminal
+from shared.errors import UnknownVersion
 from tests.support.signing import KeyPair, make_keys
 from tests.unit.checkpoint_files import content, write_sharded
 from tests.unit.ctl import reports
@@ -78,7 +80,7 @@ def test_a_folder_without_a_seal_is_exit_3_and_one_that_is_not_there_is_exit_2(
 ) -> None:
     unsealed = run(tmp_path, "verify", "tiny-v1/")
     assert unsealed.code == 3
-    assert "not sealed" in unsealed.stderr
+    assert "the folder is not sealed (seal it with `loaderctl seal`)" in unsealed.stderr
     assert run(tmp_path, "verify", "./nothing").code == 2
     assert run(tmp_path, "seal", "nothing").code == 2
 
@@ -102,6 +104,21 @@ def test_a_name_without_a_slash_is_a_resident_version_even_where_a_folder_has_it
         "smollm2-v2: 272 tensors on host, 257.0 MiB hashed in 250 ms, 1.0 GiB/s, against its seal",
         f"  digest   {reports.DIGEST_2}",
     ]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_folder_that_is_meant_is_told_how_to_be_named(tmp_path: Path, folder: Path, is_there: bool) -> None:
+    """Whether loaderd does not know the version or is not there at all."""
+    with ExitStack() as stack:
+        if is_there:
+            daemon = stack.enter_context(ScriptedDaemon(tmp_path))
+            daemon.on("verify", UnknownVersion("no such version is resident"))
+        ran = run(tmp_path, "verify", "tiny-v1", "--json")
+        other = run(tmp_path, "verify", "tiny-v2")
+    assert ran.code == other.code == (2 if is_there else 6)
+    assert ran.stderr.endswith("; tiny-v1 is a folder here; to verify that: loaderctl verify ./tiny-v1\n")
+    assert ran.json_lines[-1]["code"] == ("unknown_version" if is_there else "unreachable")
+    assert "./" not in other.stderr
 
 
 @pytest.mark.parametrize(
@@ -235,6 +252,14 @@ def test_sealing_without_a_key_leaves_a_signature_that_is_none_any_more(
         "the seal was altered after signing"
         in run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public)).stderr
     )
+
+
+def test_a_seal_that_was_not_written_does_not_outdate_a_signature(tmp_path: Path, folder: Path) -> None:
+    (folder / "model.sig").write_text("x")
+    (folder / ".seal.json.0123456789abcdef").mkdir()  # cannot be removed, whoever asks
+    ran = run(tmp_path, "seal", "tiny-v1")
+    assert ran.code == 3
+    assert "warning" not in ran.stderr
 
 
 def test_a_passphrase_comes_from_the_environment(tmp_path: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ COMMANDS = ("push", "rollback", "wait", "status", "versions", "history", "diff",
 
 def test_nothing_heavy_is_imported() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'fastapi', 'uvicorn', 'asyncio', 'structlog'}"
-    script = f"import sys, loaderd.ctl.main; print(sorted({heavy} & sys.modules.keys()))"
+    script = f"import sys, loaderd.ctl.app; print(sorted({heavy} & sys.modules.keys()))"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=environment(),
@@ -24,6 +24,14 @@ def test_nothing_heavy_is_imported() -> None:
         check=True,
     )
     assert done.stdout == "[]\n"
+
+
+def test_ctrl_c_while_modules_are_imported_is_quiet(tmp_path: Path) -> None:
+    """The signal comes with the import of a module that everything needs."""
+    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    ran = run(tmp_path, "status", env=env)
+    assert (ran.code, ran.stdout, ran.stderr) == (130, "", "")
 
 
 def test_help_names_every_command_and_every_exit_code(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from loaderd.ctl.client import ControlClient
 from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, encode
-from shared.control import Push, PushReply, Reply, Status, StatusReport, Verb
+from shared.control import Push, PushReply, Reply, Rollback, RollbackReply, Status, StatusReport, Verb
 from shared.errors import DaemonUnreachable, NotPermitted, ProtocolError
 from shared.messages import WireError
 from shared.run_dir import RunDir
@@ -79,10 +79,21 @@ def test_silence_is_unreachable_after_the_deadline_and_a_late_answer_is_dropped(
 ) -> None:
     with ScriptedDaemon(tmp_path) as daemon:
         daemon.on("status", None)
-        with pytest.raises(DaemonUnreachable, match=r"no answer on .* within 0\.2 s.* status was sent"):
+        with pytest.raises(
+            DaemonUnreachable, match=r"no answer on .* within 0\.2 s; try: \S+ status loaderd$"
+        ):
             client.ask(Status(), StatusReport, 0.2)
         daemon.on("status", reports.status(pid=1))
         assert client.ask(Status(), StatusReport).pid == 1
+
+
+def test_of_what_changes_something_it_is_said_that_it_may_be_carried_out(
+    tmp_path: Path, client: ControlClient
+) -> None:
+    with ScriptedDaemon(tmp_path) as daemon:
+        daemon.on("rollback", None)
+        with pytest.raises(DaemonUnreachable, match=r"the rollback was sent and not answered, and may be"):
+            client.ask(Rollback(), RollbackReply, 0.2)
 
 
 def test_a_late_error_without_an_id_is_not_taken_for_the_next_answer(

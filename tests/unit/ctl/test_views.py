@@ -121,6 +121,11 @@ def test_a_plan_that_gives_up_the_way_back_says_so() -> None:
     assert any("cannot be rolled back to" in line for line in lines)
 
 
+def test_what_a_refused_push_would_release_is_not_said_to_be_released() -> None:
+    lines = [line.text for line in plan_lines(reports.plan(verdict="cold", sweep_first=True))]
+    assert not [line for line in lines if "released" in line]
+
+
 def test_a_push_that_nobody_serves_says_so() -> None:
     alone = reports.ended("done", inferds_total=0, inferds_committed=0, flip_ns=())
     lines = [line.text for line in outcome_lines(Conclusion(ExitCode.DONE, OPERATION, alone))]
