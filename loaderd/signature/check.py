@@ -67,10 +67,7 @@ def check_signature(checkpoint: Checkpoint, trusted: Sequence[TrustedKey]) -> Si
     """
     raw = checkpoint.read_signature(SIGNATURE_LIMIT_BYTES)
     if raw is None:
-        raise SignatureRefused(
-            "does not exist: the folder is not signed (sign it with `loaderctl seal --key`)",
-            file=SIGNATURE_FILE,
-        )
+        raise SignatureRefused("does not exist: the folder is not signed", file=SIGNATURE_FILE)
     statement, key = authenticate(raw, trusted)
     found = checkpoint.tree(statement.is_ignored)
     for path in sorted(found.keys() - statement.files.keys()):

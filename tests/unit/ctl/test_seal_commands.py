@@ -196,6 +196,13 @@ def test_the_key_that_a_folder_was_verified_with_is_told(tmp_path: Path, folder:
     assert "  key  " not in run(tmp_path, "verify", "tiny-v1/").stdout
 
 
+def test_a_folder_without_a_signature_is_exit_3(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
+    run(tmp_path, "seal", "tiny-v1")
+    ran = run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public))
+    assert ran.code == 3
+    assert "the folder is not signed (sign it with `loaderctl seal --key`)" in ran.stderr
+
+
 def test_a_signature_by_another_key(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
     other = make_keys(tmp_path / "keys", "other")
     run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
