@@ -109,5 +109,5 @@ def test_text_that_is_no_unicode_is_refused_with_its_place(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="holds a lone surrogate") as refused:
         host.control.ask(Push(name="tiny-v7"), PushReply)
-    assert refused.value.file == "config.json"
+    assert refused.value.file == "tiny-v7/config.json"
     shutil.rmtree(folder)
