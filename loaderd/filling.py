@@ -83,8 +83,6 @@ class Filling:
 
     def _read(self, crew: Crew) -> None:
         self._backend.stay_near(self._device)
-        with self._allocated:  # until then, readers that take turns in Python only hold up whom they wait for
-            self._allocated.wait_for(lambda: self._writable or not self._is_allocating)
         while True:
             with self._lock:
                 taken = self._schedule.take()
