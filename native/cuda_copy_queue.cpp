@@ -21,6 +21,8 @@ constexpr std::size_t kMostCopies = 14;
 
 constexpr unsigned long kTimerSlackNs = 1000;
 
+}  // namespace
+
 void sleep_shortly() {
   // Of this thread, for good: else a sleep of 10 us takes 60.
   thread_local const int is_exact = ::prctl(PR_SET_TIMERSLACK, kTimerSlackNs);
@@ -28,10 +30,8 @@ void sleep_shortly() {
   std::this_thread::sleep_for(kLookAgain);
 }
 
-}  // namespace
-
 void CopyCount::wait() const noexcept {
-  while (count_.load(std::memory_order_acquire) != 0) sleep_shortly();
+  while (!is_zero()) sleep_shortly();
 }
 
 void SlabCopies::check() const {

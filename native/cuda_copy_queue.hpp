@@ -32,14 +32,18 @@
 
 namespace changeover {
 
+// What a thread does that waits for copies, again and again: waking one takes 7 us, and whoever wakes all readers
+// after each batch submits nothing meanwhile.
+void sleep_shortly();
+
 // Copies that have not ended yet.
 class CopyCount {
  public:
   void begin() noexcept { count_.fetch_add(1, std::memory_order_relaxed); }
-  // What the copies did happens before `wait` returns.
+  // What the copies did happens before `is_zero` says so.
   void end() noexcept { count_.fetch_sub(1, std::memory_order_release); }
-  // Blocking, until there are none.  Looks again and again: waking a thread takes 7 us, and whoever wakes all
-  // readers after each batch submits nothing meanwhile.
+  bool is_zero() const noexcept { return count_.load(std::memory_order_acquire) == 0; }
+  // Blocking, until there are none.
   void wait() const noexcept;
 
  private:

@@ -22,8 +22,9 @@ class PinnedSlots final : public Slots {
 
   unsigned count() const noexcept override { return static_cast<unsigned>(copies_.size()); }
   std::uint64_t chunk_bytes() const noexcept override { return chunk_bytes_; }
+  bool is_free(unsigned slot) const noexcept override { return copies_[slot].is_zero(); }
+  void wait_a_moment() override { sleep_shortly(); }
   std::span<std::byte> reuse(unsigned slot) override {
-    copies_[slot].wait();
     return buffer_.bytes().subspan(slot * slot_bytes_, slot_bytes_);
   }
   std::span<std::byte> in_place(std::uint64_t, std::uint64_t) override { return {}; }

@@ -114,10 +114,10 @@ class ExtentReader::Source {
 struct ExtentReader::Chunk {
   std::uint64_t offset;  // in the file
   std::uint64_t nbytes;
-  unsigned slot;
   bool is_cached = true;
-  bool is_direct = false;        // a direct read was started
-  std::span<std::byte> memory = {};  // of the slot, once it was started
+  bool is_direct = false;  // a direct read was started
+  unsigned slot = 0;       // that it reads into
+  std::span<std::byte> memory = {};
 };
 
 void ExtentReader::Source::pass_through(const Chunk& chunk) noexcept {
@@ -155,8 +155,7 @@ void ExtentReader::read(int borrow_fd, std::uint64_t file_offset, std::span<Piec
     // Only direct reads are begun ahead: what is cached is there anyway, and taking its slot now could mean
     // to wait for a copy that would run meanwhile.
     while (file_offset < end && ahead.size() < slots_.count() && (ahead.empty() || ahead.back().is_direct)) {
-      Chunk& chunk = ahead.emplace_back(Chunk{file_offset, std::min(chunk_bytes, end - file_offset), next_slot_});
-      next_slot_ = (next_slot_ + 1) % slots_.count();
+      Chunk& chunk = ahead.emplace_back(Chunk{file_offset, std::min(chunk_bytes, end - file_offset)});
       file_offset += chunk.nbytes;
       chunk.is_cached = source.lives_in_memory || is_cached(borrow_fd, chunk.offset, chunk.nbytes);
       if (!chunk.is_cached && source.has_direct()) start(source, chunk);
@@ -167,15 +166,26 @@ void ExtentReader::read(int borrow_fd, std::uint64_t file_offset, std::span<Piec
   }
 }
 
+unsigned ExtentReader::take_slot() {
+  for (;;) {
+    // The lowest: what was filled a moment ago is still in the processor's cache, and is filled the faster.
+    for (unsigned slot = 0; slot < slots_.count(); ++slot) {
+      if (queue_.is_idle(slot) && slots_.is_free(slot)) return slot;
+    }
+    slots_.wait_a_moment();
+  }
+}
+
 void ExtentReader::start(Source& source, Chunk& chunk) {
   chunk.is_direct = true;
+  chunk.slot = take_slot();
   chunk.memory = slots_.reuse(chunk.slot);
   const std::uint64_t from = round_down(chunk.offset);
   queue_.start(chunk.slot, source.direct_fd(), from,
                chunk.memory.first(round_up(chunk.offset + chunk.nbytes) - from));
 }
 
-void ExtentReader::finish(Source& source, const Chunk& chunk, PieceWalk& walk) {
+void ExtentReader::finish(Source& source, Chunk chunk, PieceWalk& walk) {
   std::uint64_t done = 0;
   if (chunk.is_direct) {
     const std::int64_t got = queue_.finish(chunk.slot);
@@ -192,14 +202,16 @@ void ExtentReader::finish(Source& source, const Chunk& chunk, PieceWalk& walk) {
   // What direct I/O did not bring is read as usual: everything without it, the end of a shrunken file with it.
   const bool is_passing_through = !chunk.is_cached && done == 0;
   if (is_passing_through) source.expect_no_more();
-  std::span<std::byte> slot = chunk.memory;
   walk.next(chunk.nbytes, [&](Piece& piece, std::uint64_t start, std::uint64_t nbytes, std::uint64_t offset) {
     std::span<std::byte> to;
     if (!chunk.is_direct) to = slots_.in_place(offset, nbytes);
     const bool is_in_place = !to.empty();
     if (!is_in_place) {
-      if (slot.empty()) slot = slots_.reuse(chunk.slot);
-      to = slot.subspan(chunk.offset - round_down(chunk.offset) + start, nbytes);
+      if (chunk.memory.empty()) {
+        chunk.slot = take_slot();
+        chunk.memory = slots_.reuse(chunk.slot);
+      }
+      to = chunk.memory.subspan(chunk.offset - round_down(chunk.offset) + start, nbytes);
     }
     const std::uint64_t there = done > start ? std::min(done - start, nbytes) : 0;
     piece.crc = read_rest(source.fd, chunk.offset + start, to, there, piece.crc);

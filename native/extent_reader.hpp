@@ -28,7 +28,11 @@ class Slots {
   virtual unsigned count() const noexcept = 0;
   // What goes into one slot; it has kSlotMarginBytes more.
   virtual std::uint64_t chunk_bytes() const noexcept = 0;
-  // A slot's memory, aligned to kDirectAlignment; waits until nobody reads it any more.
+  // Whether nobody reads what was placed from it any more.
+  virtual bool is_free(unsigned slot) const noexcept = 0;
+  // Wait for a moment: none is free.
+  virtual void wait_a_moment() = 0;
+  // The memory of a free slot, to be filled; aligned to kDirectAlignment.
   virtual std::span<std::byte> reuse(unsigned slot) = 0;
   // The destination's own memory, where the processor can read files into it; else nothing.
   virtual std::span<std::byte> in_place(std::uint64_t offset, std::uint64_t nbytes) = 0;
@@ -59,11 +63,13 @@ class ExtentReader {
   class PieceWalk;
 
   void start(Source& source, Chunk& chunk);
-  void finish(Source& source, const Chunk& chunk, PieceWalk& walk);
+  void finish(Source& source, Chunk chunk, PieceWalk& walk);
+
+  // One that is free; waits until there is one.
+  unsigned take_slot();
 
   ReadQueue& queue_;
   Slots& slots_;
-  unsigned next_slot_ = 0;  // goes on where the last call ended: that slot has been at rest the longest
 };
 
 }  // namespace changeover

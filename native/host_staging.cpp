@@ -18,6 +18,8 @@ class MemorySlots final : public Slots {
  public:
   unsigned count() const noexcept override { return kSlots; }
   std::uint64_t chunk_bytes() const noexcept override { return kChunkBytes; }
+  bool is_free(unsigned) const noexcept override { return true; }
+  void wait_a_moment() override {}
   std::span<std::byte> reuse(unsigned slot) override {
     return buffer_.bytes().subspan(slot * kSlotBytes, kSlotBytes);
   }

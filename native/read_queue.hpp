@@ -21,6 +21,7 @@ class ReadQueue {
   ~ReadQueue();
 
   // Known from the first `start` on: what reads no cold file takes nothing of the kernel.
+  bool is_idle(unsigned slot) const noexcept { return reads_[slot].state == State::idle; }
   bool is_asynchronous() const noexcept { return ring_ != nullptr; }
   // Begin; `slot` must be idle, `to` and the fd stay untouched until `finish` or `drain`.
   void start(unsigned slot, int borrow_fd, std::uint64_t offset, std::span<std::byte> to);

@@ -14,9 +14,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -44,13 +46,24 @@ std::string folder;
 bool has_ring = true;
 bool has_probes = true;
 
-// Bytes that go through slots into `memory`; a slot that is placed is poisoned when it is used again.
+// Bytes that go through slots into `memory`; a slot that is placed is poisoned when it is used again.  With
+// `is_slow`, what was placed is read until somebody waits for it.
 class TestSlots final : public Slots {
  public:
-  TestSlots(std::uint64_t nbytes, bool is_in_place) : memory(nbytes), is_in_place_(is_in_place) {}
+  TestSlots(std::uint64_t nbytes, bool is_in_place, bool is_slow = false)
+      : memory(nbytes), is_in_place_(is_in_place), is_slow_(is_slow) {}
   unsigned count() const noexcept override { return kSlots; }
   std::uint64_t chunk_bytes() const noexcept override { return kChunkBytes; }
+  bool is_free(unsigned slot) const noexcept override {
+    return std::find(placed_.begin(), placed_.end(), slot) == placed_.end();
+  }
+  void wait_a_moment() override {
+    CHECK(!placed_.empty());  // else one is free
+    placed_.pop_front();
+  }
   std::span<std::byte> reuse(unsigned slot) override {
+    CHECK(is_free(slot));
+    highest = std::max(highest, slot);
     const auto bytes = buffer_.bytes().subspan(slot * kSlotBytes, kSlotBytes);
     std::memset(bytes.data(), 0xA5, bytes.size());
     ++reused;
@@ -65,14 +78,18 @@ class TestSlots final : public Slots {
     CHECK(slot < kSlots && bytes.data() >= first && bytes.data() + bytes.size() <= first + kSlotBytes);
     CHECK(offset + bytes.size() <= memory.size());
     std::memcpy(memory.data() + offset, bytes.data(), bytes.size());
+    if (is_slow_ && is_free(slot)) placed_.push_back(slot);
   }
 
   std::vector<std::byte> memory;
   int reused = 0;
+  unsigned highest = 0;  // slot that was used
 
  private:
   static constexpr std::uint64_t kSlotBytes = kChunkBytes + kSlotMarginBytes;
   const bool is_in_place_;
+  const bool is_slow_;
+  std::deque<unsigned> placed_;
   ScratchBuffer buffer_{kSlots * kSlotBytes};
 };
 
@@ -140,6 +157,31 @@ void cached_bytes_are_read_as_they_are() {
   Piece all{0, kFileBytes};
   reader.read(file.fd.borrow(), 0, {&all, 1});
   CHECK(slots.reused == 0 && all.crc == crc32(file.bytes));
+}
+
+void a_slot_that_is_still_in_the_cache_is_taken_first() {
+  const File file;
+  ReadQueue queue(kSlots);
+  for (const bool is_slow : {false, true}) {
+    TestSlots slots(kFileBytes, false, is_slow);
+    ExtentReader reader(queue, slots);
+    Piece all{0, kFileBytes};
+    reader.read(file.fd.borrow(), 0, {&all, 1});
+    CHECK(all.crc == crc32(file.bytes) && slots.memory == file.bytes);
+    CHECK(slots.reused == static_cast<int>((kFileBytes + kChunkBytes - 1) / kChunkBytes));
+    CHECK(slots.highest == (is_slow ? kSlots - 1 : 0));
+  }
+}
+
+void slots_that_are_still_read_are_waited_for() {
+  const File file;
+  ReadQueue queue(kSlots);
+  file.make_cold();
+  TestSlots slots(kFileBytes, false, true);
+  ExtentReader reader(queue, slots);
+  Piece all{0, kFileBytes};
+  reader.read(file.fd.borrow(), 0, {&all, 1});
+  CHECK(all.crc == crc32(file.bytes) && slots.memory == file.bytes);
 }
 
 void cold_bytes_do_not_get_into_the_cache() {
@@ -300,6 +342,7 @@ int main(int count, char** arguments) {
   CHECK(without != "without-io-uring" || !has_ring);
 
   cached_bytes_are_read_as_they_are();
+  a_slot_that_is_still_in_the_cache_is_taken_first();
   impossible_ranges_are_refused();
   errors_say_where(false);
   a_file_that_shrinks_meanwhile_ends_early(false);
@@ -319,6 +362,7 @@ int main(int count, char** arguments) {
     return 0;
   }
   cold_bytes_do_not_get_into_the_cache();
+  slots_that_are_still_read_are_waited_for();
   what_is_cached_in_part_is_read_from_both();
   a_filesystem_without_direct_io_is_read_as_usual();
   for (const int refusal : {EINVAL, EFAULT, EOPNOTSUPP}) a_disk_that_refuses_direct_reads_is_read_as_usual(refusal);
