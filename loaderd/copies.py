@@ -13,6 +13,7 @@ from loaderd.leases import Lease
 from loaderd.pace import Pace
 from loaderd.replication import Replicated, replicate
 from loaderd.residents import ResidentSlab
+from loaderd.slab_closer import SlabCloser
 from loaderd.slab_table import UserId
 from loaderd.versions import Version, VersionTable
 from shared.errors import ChangeoverError, OutOfMemory, PeerGone, ProtocolError
@@ -34,8 +35,10 @@ class Copies:
         gpus: GpuWatch,
         chronicle: Chronicle,
         pace: Pace,
+        closer: SlabCloser,
     ) -> None:
         self._pace = pace
+        self._closer = closer
         self._versions = versions
         self._backend = backend
         self._gpus = gpus
@@ -106,6 +109,7 @@ class Copies:
         self._record("version.replicated", f"copied to {device} from {origin}", version, device, made)
 
     async def _copy(self, source: ResidentVersion, device: DeviceId, user: UserId) -> Replicated:
+        await self._closer.settle()
         residents = self._versions.residents()
         known: dict[SlabId, Slab] = {}
         for entry in source.layout.slabs:

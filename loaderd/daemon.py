@@ -40,6 +40,7 @@ from loaderd.plan import Verdict as PlanVerdict
 from loaderd.planning import Planner, plan_report
 from loaderd.reconciliation import Reconciliation
 from loaderd.scrub import Scrub
+from loaderd.slab_closer import SlabCloser
 from loaderd.slab_table import SlabTable
 from loaderd.versions import VersionTable
 from shared.codec import CONTROL_FRAME_BYTES
@@ -99,7 +100,8 @@ class Loaderd:
                 self._reserve(device, config.pool_bytes)
         nvml = open_nvml() if config.backend == "cuda" else None
         self.gpus = GpuWatch(nvml, devices.all, chronicle)
-        self.slabs = SlabTable()
+        self.closer = SlabCloser()
+        self.slabs = SlabTable(self.closer.add)
         versions = VersionTable(chronicle, self.slabs)
         planner = Planner(
             config.model_roots,
@@ -117,13 +119,14 @@ class Loaderd:
             chronicle,
             Operations(chronicle),
             versions,
-            Copies(versions, self._backend, self.gpus, chronicle, self.pace),
+            Copies(versions, self._backend, self.gpus, chronicle, self.pace, self.closer),
             planner,
             self._backend,
             devices,
             self.gpus,
             self.handoff.leases,
             self.pace,
+            self.closer,
             self._spawn,
         )
         self.deployments: dict[str, Deployment] = {}
@@ -165,6 +168,7 @@ class Loaderd:
                 self._chronicle.record("push.refused", error.message, model=ref.model, version=ref.version)
             raise
         try:
+            await self.closer.settle()
             # Only what starts makes a model known: a name that was mistyped leaves no trace.
             known = self.deployments.get(ref.model)
             active, retained = (known.active, known.retained) if known is not None else (None, None)
@@ -349,6 +353,7 @@ async def serve(config: LoaderdConfig, stop: Stop) -> None:
         async with AsyncExitStack() as serving:
             supervisor = Supervisor()
             loaderd = Loaderd(config, chronicle, supervisor)
+            stack.callback(loaderd.closer.close)
             stack.callback(loaderd.slabs.close)
             stack.callback(loaderd.inquiries.close)
             loaderd.export_metrics(registry)

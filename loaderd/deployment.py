@@ -107,6 +107,7 @@ class Deployment:
             self._loading = load
             try:
                 await load.prove()
+                await self._host.closer.settle()
                 # Planned here, not when the client was answered: an operation before this one may have
                 # changed what is resident.
                 if load.plan(self.active, self.retained).sweep_first:
@@ -274,6 +275,7 @@ class Deployment:
             if self.retained is not None:
                 out, self.retained = self.retained, None
                 await self._sweep(out, cause)
+        await self._host.closer.settle()
 
     async def _sweep(self, version: Version, cause: str) -> None:
         """Have nobody map a retained version any more, then free it; who does not let go keeps it."""

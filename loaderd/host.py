@@ -15,6 +15,7 @@ from loaderd.model_devices import ModelDevices
 from loaderd.operations import Operations
 from loaderd.pace import Pace
 from loaderd.planning import Planner
+from loaderd.slab_closer import SlabCloser
 from loaderd.versions import VersionTable
 from shared.ids import LeaseId
 from shared.memory.backend import MemoryBackend
@@ -34,6 +35,7 @@ class Host:
     gpus: GpuWatch
     leases: Mapping[LeaseId, Lease]
     pace: Pace
+    closer: SlabCloser
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     checks: Checks = field(default_factory=Checks)
 

@@ -82,7 +82,8 @@ class Inquiries:
             self._folder_reads -= 1
 
     async def status(self, _: Status) -> StatusReport:
-        """Everything at one moment."""
+        """Everything at one moment, with all that was let go of counted as free."""
+        await self._host.closer.settle()
         return StatusReport(
             generation=self._host.chronicle.generation,
             pid=os.getpid(),

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from loaderd.crew import Crew
@@ -22,7 +22,8 @@ from loaderd.replication import Replicas, SlabPlace
 from loaderd.verification import Verification
 from shared.errors import DigestMismatch
 from shared.gate import Gate, Pacer
-from shared.ids import DeviceId, VersionTag
+from shared.ids import DeviceId, Digest, VersionTag
+from shared.layout import Layout, TensorEntry
 from shared.memory.backend import MemoryBackend, Slab
 from shared.resident import Part, ResidentVersion, content_digest
 
@@ -107,6 +108,9 @@ class _Load:
         self._first_sealed: float | None = None
         self._work: SimpleQueue[_Hash | _Copy | None] = SimpleQueue()
         self._verification = Verification(request, progress)
+        self._table: tuple[TensorEntry, ...] = ()
+        self._digest: Digest
+        self._assets = dict(request.checkpoint.assets)
         self._filling = Filling(request, backend, progress, pace, self._queue_sealed, undo)
         self._replicas = Replicas(backend, _lacking(request), undo)
 
@@ -126,20 +130,27 @@ class _Load:
             finally:
                 for _ in range(self._hashers):
                     self._work.put(None)
+            if self._verification.is_promised:
+                self._describe()  # while the last bytes are hashed
             crew.wait(hashing)
             crew.check()
+        if not self._table:
+            self._describe()
+        self._verification.check_all_found(self._table)
+
+    def _describe(self) -> None:
+        self._table = self._verification.table()
+        self._digest = content_digest(Layout((), self._table), self._assets)
 
     def result(self) -> Loaded:
         """The version, after `run`."""
-        assets = dict(self._request.checkpoint.assets)
+        tag = VersionTag(self._request.ref, self._digest)
         slabs = {device: self._slabs_on(device) for device in self._request.devices}
-        layout = self._verification.layout(slabs[self._request.devices[0]])
-        tag = VersionTag(self._request.ref, content_digest(layout, assets))
         verifying_since = self._loaded if self._first_sealed is None else self._first_sealed
         return Loaded(
             {
                 device: ResidentVersion(
-                    tag, replace(layout, slabs=tuple(slab.entry for slab in here)), here, assets
+                    tag, Layout(tuple(slab.entry for slab in here), self._table), here, self._assets
                 )
                 for device, here in slabs.items()
             },

@@ -153,6 +153,7 @@ def _usable_slabs(
     keep every old slab for its last few tensors, so the fullest slabs are taken first, until what
     they keep alive for nothing exceeds its share of the version.
     """
+    staying = {slab_id for slab_id, slab in residents.slabs.items() if not slab.held_by <= avoid}
     used: dict[SlabId, dict[int, int]] = {}
     total = 0
     seen: set[tuple[Digest, int]] = set()
@@ -167,7 +168,7 @@ def _usable_slabs(
         # A seal can claim a digest for a tensor of another size: that is found when it is read.
         if resident is None or resident.nbytes != tensor.nbytes:
             continue
-        if not residents.slabs[resident.slab_id].held_by <= avoid:
+        if resident.slab_id in staying:
             used.setdefault(resident.slab_id, {})[resident.offset_bytes] = resident.nbytes
     dead = {
         slab_id: max(0, residents.slabs[slab_id].nbytes - sum(ranges.values()) - rules.granularity_bytes)

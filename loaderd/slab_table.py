@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -22,12 +22,14 @@ class _Entry:
 
 
 class SlabTable:
-    """Owns every slab of this loaderd.  A slab is closed when its last user lets go.
+    """Owns every slab of this loaderd.  A slab is given up when its last user lets go.
 
     Used from the event loop's thread only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, give_up: Callable[[Sequence[Slab]], None]) -> None:
+        """`give_up` takes slabs that have no user any more, to close them."""
+        self._give_up = give_up
         self._entries: dict[SlabId, _Entry] = {}
         self._used_bytes: Counter[DeviceId] = Counter()
         self._peak_bytes: Counter[DeviceId] = Counter()
@@ -62,17 +64,18 @@ class SlabTable:
         return entry.slab
 
     def release(self, user: UserId) -> int:
-        """Let go of all slabs of a user; returns the bytes that were freed with it."""
-        freed = 0
+        """Let go of all slabs of a user; returns the bytes that are given up with it."""
+        unused: list[Slab] = []
         for slab_id in [slab_id for slab_id, entry in self._entries.items() if user in entry.users]:
             entry = self._entries[slab_id]
             entry.users.remove(user)
             if not entry.users:
                 del self._entries[slab_id]
-                freed += entry.slab.entry.nbytes
                 self._used_bytes[entry.slab.entry.device] -= entry.slab.entry.nbytes
-                entry.slab.close()
-        return freed
+                unused.append(entry.slab)
+        if unused:
+            self._give_up(unused)
+        return sum(slab.entry.nbytes for slab in unused)
 
     def shared_bytes(self, slab_ids: Iterable[SlabId]) -> int:
         """Bytes of those slabs that more than one user holds."""
@@ -81,7 +84,6 @@ class SlabTable:
 
     def close(self) -> None:
         """Let go of everything."""
-        for entry in self._entries.values():
-            entry.slab.close()
+        self._give_up([entry.slab for entry in self._entries.values()])
         self._entries.clear()
         self._used_bytes.clear()

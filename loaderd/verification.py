@@ -12,9 +12,9 @@ from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.read_schedule import FilledSlab
 from loaderd.seal.check import check_tensor
 from shared.digest import tensor_digest
-from shared.errors import DigestMismatch
+from shared.errors import DigestMismatch, InvariantError
 from shared.ids import DeviceId, Digest
-from shared.layout import Layout, SlabEntry, TensorEntry
+from shared.layout import TensorEntry
 from shared.memory.backend import Slab
 from shared.resident import Part, Place, PlaceDigests, hash_batches, resident_digests
 
@@ -72,17 +72,38 @@ class Verification:
         if is_first:
             self._progress.add_verified(place[2])
 
-    def layout(self, slabs: Sequence[Slab]) -> Layout:
-        """The layout table of one copy, once every batch was checked; slabs in the placement's order."""
+    @property
+    def is_promised(self) -> bool:
+        """Whether it is known beforehand what every place must hold."""
+        return self._request.seal is not None
+
+    def table(self) -> tuple[TensorEntry, ...]:
+        """Every tensor and its place, sorted by name, once all was checked; before, with what is promised."""
         tensors = [
-            TensorEntry(
-                source.name, source.dtype, source.shape, source.nbytes, *place[:2], *self._known[place]
-            )
+            TensorEntry(source.name, source.dtype, source.shape, source.nbytes, *place[:2], *content)
             for place, sources in self._tensors.items()
+            for content in (self._content(place),)
             for source in sources
         ]
-        entries = tuple(SlabEntry(slab.entry.slab_id, slab.entry.device, slab.entry.nbytes) for slab in slabs)
-        return Layout(entries, tuple(sorted(tensors, key=lambda entry: entry.name)))
+        return tuple(sorted(tensors, key=lambda entry: entry.name))
+
+    def check_all_found(self, table: Sequence[TensorEntry]) -> None:
+        """Raise InvariantError unless every place was checked and holds what `table` says."""
+        for entry in table:
+            found = self._known.get((entry.slab, entry.offset_bytes, entry.nbytes))
+            if found != (entry.crc32, entry.digest):
+                raise InvariantError(f"{entry.name!r} is {found}, in the table {entry.crc32}, {entry.digest}")
+
+    def _content(self, place: Place) -> tuple[int, Digest]:
+        with self._lock:
+            found = self._known.get(place)
+        if found is not None:
+            return found
+        name = self._tensors[place][0].name
+        if self._request.seal is None:
+            raise InvariantError(f"{name!r} was not checked")
+        sealed = self._request.seal.tensors[name]
+        return sealed.crc32, sealed.digest
 
     def _check_place(
         self, slab: Slab, place: Place, crc: int, leaves: bytes, crcs: Mapping[str, int]

@@ -60,11 +60,16 @@ class Pushed:
     bytes_read: int
     bytes_allocated: int
 
+    @property
+    def beside_ms(self) -> float:
+        """Of the operation, before the load and after its last byte: plan, last digests, commit."""
+        return (self.wall_s - self.load_s) * 1e3
+
     def text(self) -> str:
         """One line of the table."""
         return (
             f"{self.version:8} {self.nbytes / 1e9:6.2f} GB  push {self.wall_s:.3f} s, "
-            f"processor {self.processor_s:.2f} s, load {self.load_s:.3f} s  "
+            f"processor {self.processor_s:.2f} s, load {self.load_s:.3f} s and {self.beside_ms:.1f} ms  "
             f"read {self.bytes_read / self.nbytes:6.1%}  allocated {self.bytes_allocated / self.nbytes:6.1%}"
         )
 
@@ -134,6 +139,10 @@ def main() -> None:
     wall = statistics.median(tuned.wall_s / base.wall_s for base, tuned in pairs)
     processor = statistics.median(tuned.processor_s / base.processor_s for base, tuned in pairs)
     print(f"a fine-tune takes {wall:.1%} of the full push, {processor:.1%} of its processor time (medians)")
+    beside = [statistics.median(pair[which].beside_ms for pair in pairs) for which in (0, 1)]
+    print(
+        f"beside the load: {beside[0]:.1f} ms of the full push, {beside[1]:.1f} ms of the fine-tune (medians)"
+    )
     if options.json is not None:
         rows = [[asdict(base), asdict(tuned)] for base, tuned in pairs]
         options.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -72,6 +72,7 @@ def test_two_hundred_pushes_leave_nothing(host: ServingHost, expected: Expected)
         for _ in range(count):
             for version in VERSIONS:
                 assert host.push(version).bytes_read > 0
+        host.status()  # answered when what the last push let go of is closed
 
     def pids() -> tuple[int, int]:
         return host.loaderd.pid, host.inferds["a"].pid
@@ -104,5 +105,6 @@ def test_two_hundred_pushes_leave_nothing(host: ServingHost, expected: Expected)
             for path in (host.model_root / f"tiny-{version}").iterdir():
                 make_cold(path)
             assert host.push(version).bytes_read > 0
+    host.status()
     assert [Held.by(pid) for pid in pids()] == before
     assert rings(host)[0] <= loaderd_rings + HostBackend().readers

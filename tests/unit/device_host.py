@@ -131,6 +131,7 @@ class DeviceHost:
         supervisor = Supervisor()
         chronicle = Chronicle(journal, Generation(f"g{self.generation}"), self.signal)
         self._loaderd = loaderd = Loaderd(self.config, chronicle, supervisor)
+        stack.callback(loaderd.closer.close)
         stack.callback(loaderd.slabs.close)
         stack.callback(loaderd.inquiries.close)
         await stack.enter_async_context(supervisor)
@@ -220,8 +221,10 @@ class DeviceHost:
         return await self.ended((await self.loaderd.rollback(Rollback(in_flight=in_flight))).operation)
 
     async def ended(self, operation: str) -> OperationReport:
+        """The report of an operation once it has ended and what it let go of is free."""
         known = self.loaderd._host.operations.get(operation)
         await self.signal.until(lambda: not known.is_running)
+        await self.loaderd.closer.settle()
         return known.report()
 
     async def status(self) -> StatusReport:

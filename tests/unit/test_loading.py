@@ -17,14 +17,16 @@ from loaderd.crew import Crew
 from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import Loaded, load_and_verify
 from loaderd.placement import PlacementRules, place
-from loaderd.read_schedule import read_runs
+from loaderd.read_schedule import FilledSlab, read_runs
 from loaderd.residents import Residents
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
+from loaderd.verification import Verification
 from shared.errors import (
     CheckpointError,
     DigestMismatch,
     DriverError,
+    InvariantError,
     OutOfMemory,
     ReadFailed,
     ResourceError,
@@ -32,7 +34,9 @@ from shared.errors import (
 )
 from shared.gate import Pacer
 from shared.ids import HOST_DEVICE, DeviceId, SlabId, VersionRef
-from shared.resident import check_identity
+from shared.layout import TensorEntry
+from shared.memory.backend import Slab
+from shared.resident import Part, check_identity
 from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeSlab, FakeWritableSlab
 
 REF = VersionRef("toy", "v1")
@@ -227,6 +231,62 @@ def test_a_slab_is_verified_while_the_next_is_still_read(
             slab.close()
     assert waited
     assert all(waited)
+
+
+def test_the_table_of_a_sealed_version_is_made_while_the_rest_is_hashed(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_table, waited = threading.Event(), []
+    hash_leaves, make_table = FakeSlab.sha256_leaves, Verification.table
+
+    def hold(self: FakeSlab, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
+        waited.append(has_table.wait(20))
+        return hash_leaves(self, offset_bytes, nbytes, leaf_bytes)
+
+    def noted(self: Verification) -> tuple[TensorEntry, ...]:
+        table = make_table(self)
+        has_table.set()
+        return table
+
+    monkeypatch.setattr(Verification, "table", noted)
+    monkeypatch.setattr(FakeSlab, "sha256_leaves", hold)
+    expected = seal_directory(folder)
+    with open_directory(folder) as checkpoint:
+        loaded = _load(checkpoint, backend)
+    assert loaded.copies[HOST_DEVICE].tag.digest == expected.digest
+    assert waited
+    assert all(waited)
+    for slab in loaded.new_slabs:
+        slab.close()
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_what_was_not_checked_is_not_offered(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, is_sealed: bool
+) -> None:
+    """Whatever a seal promises."""
+    check = Verification.check
+
+    def forgetful(
+        self: Verification, filled: FilledSlab, slab: Slab, batch: list[Part], spread: float
+    ) -> None:
+        check(self, filled, slab, [part for part in batch if part.place != forgotten], spread)
+
+    seal_directory(folder)
+    if not is_sealed:
+        (folder / "seal.json").unlink()
+    monkeypatch.setattr(Verification, "check", forgetful)
+    with open_directory(folder) as checkpoint:
+        scalar = next(tensor for tensor in checkpoint.tensors if tensor.name == "scalar")
+        placement = place(checkpoint.tensors, {}, Residents(), RULES)
+        if is_sealed:
+            assert checkpoint.seal_bytes is not None
+            digests = read_seal(checkpoint.seal_bytes).tensor_digests
+            placement = place(checkpoint.tensors, digests, Residents(), RULES)
+        spot = placement.places["scalar"]
+        forgotten = spot.slab, spot.offset_bytes, scalar.nbytes
+        with pytest.raises(InvariantError, match="'scalar'"):
+            _load(checkpoint, backend)
 
 
 def test_a_difference_ends_the_reading(

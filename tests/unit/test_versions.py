@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from loaderd.slab_table import SlabTable, UserId
 from loaderd.versions import Version, VersionTable
 from shared.errors import InvariantError
 from shared.ids import HOST_DEVICE, DeviceId, Generation, VersionRef, VersionTag
+from shared.memory.backend import Slab
 from tests.support.resident import make_resident
 from tests.unit.memory.fake_backend import FakeBackend
 
@@ -43,9 +44,14 @@ def table(tmp_path: Path) -> Iterator[VersionTable]:
     context = zmq.Context()
     publisher = context.socket(zmq.PUB)
     with Journal(tmp_path / "journal.jsonl") as journal:
-        yield VersionTable(Chronicle(journal, Generation("g"), publisher), SlabTable())
+        yield VersionTable(Chronicle(journal, Generation("g"), publisher), SlabTable(_close))
     publisher.close(0)
     context.term()
+
+
+def _close(slabs: Sequence[Slab]) -> None:
+    for slab in slabs:
+        slab.close()
 
 
 def _resident(table: VersionTable, backend: FakeBackend, version: str) -> Version:
@@ -131,7 +137,7 @@ def test_the_peak_is_remembered(table: VersionTable, backend: FakeBackend) -> No
 
 
 def test_slabs_are_counted_once_and_never_guessed(backend: FakeBackend) -> None:
-    slabs = SlabTable()
+    slabs = SlabTable(_close)
     memory = make_resident(backend, "v1", {"w": b"x"})
     slabs.add(memory.slabs[0], UserId(1))
     with pytest.raises(InvariantError, match="added twice"):

@@ -1,0 +1,149 @@
+"""Memory that is given back beside everything else: who waits for it, and who does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loaderd.slab_closer import SlabCloser
+from shared.errors import InvariantError
+from shared.ids import DeviceId
+from tests.support.resident import make_resident
+from tests.unit.device_host import (
+    SEEDS,
+    VERSION_BYTES,
+    VERSION_SLABS,
+    A,
+    DeviceHost,
+    device_host,
+    write_version,
+)
+from tests.unit.memory.fake_backend import FakeBackend, FakeSlab, FakeWritableSlab
+
+pytestmark = pytest.mark.usefixtures("plain_logs")
+
+WITHIN_S = 10.0
+
+
+@pytest.fixture
+def let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """loaderd's slabs are closed once it is set, where they are closed on a thread of their own."""
+    event = threading.Event()
+    close = FakeSlab.close
+
+    def held(slab: FakeSlab) -> None:
+        if threading.current_thread().name.startswith("close-slabs"):
+            assert event.wait(WITHIN_S)
+        close(slab)
+
+    monkeypatch.setattr(FakeSlab, "close", held)
+    yield event
+    event.set()
+
+
+def test_it_is_closed_in_its_own_time(let_go: threading.Event) -> None:
+    async def main() -> None:
+        closer.add(slabs)
+        waiting = [asyncio.create_task(closer.settle()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)
+        assert len(backend.live) == len(slabs)
+        let_go.set()
+        await asyncio.gather(*waiting)
+        assert not backend.live
+        await closer.settle()
+
+    backend = FakeBackend()
+    slabs = make_resident(backend, "v1", {"w": b"x" * 1000}).slabs
+    with SlabCloser() as closer:
+        asyncio.run(main())
+
+
+def test_what_cannot_be_closed_is_told_once() -> None:
+    async def main() -> None:
+        closer.add(slabs)
+        with pytest.raises(InvariantError, match="closed twice"):
+            await closer.settle()
+        await closer.settle()
+
+    slabs = make_resident(FakeBackend(), "v1", {"w": b"x"}).slabs
+    slabs[0].close()
+    with SlabCloser() as closer:
+        asyncio.run(main())
+    closer = SlabCloser()
+    closer.add(slabs)
+    with pytest.raises(InvariantError, match="closed twice"):
+        closer.close()
+
+
+@pytest.fixture
+def run(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs a scenario on a host with room for so many of four versions that share nothing."""
+
+    def run(versions: int, scenario: Callable[[DeviceHost], Awaitable[None]]) -> None:
+        async def main() -> None:
+            capacity_bytes = versions * VERSION_BYTES
+            async with device_host(
+                short_path, monkeypatch, there=(A,), capacity_bytes=capacity_bytes
+            ) as host:
+                for turn in range(4):
+                    seeds = {index: 10 * turn + seed for index, seed in enumerate(SEEDS)}
+                    write_version(host.folder / "models", f"v{turn + 1}", seeds)
+                await scenario(host)
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_a_push_does_not_wait_for_what_it_lets_go_of(
+    run: Callable[..., None], let_go: threading.Event
+) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        for version in ("v1", "v2", "v3"):
+            operation = host.loaderd._host.operations.get((await host.ask(version)).operation or "")
+            await host.signal.until(lambda: not operation.is_running)  # noqa: B023  awaited here
+            assert operation.state == "done"
+        assert host.loaderd.slabs.used_bytes(A) == 2 * VERSION_BYTES
+        assert host.used() == {A: 3 * VERSION_BYTES}, "v1 is not closed yet"
+        planning, status = (asyncio.create_task(work) for work in (host.ask("v4"), host.status()))
+        await asyncio.sleep(0.05)
+        assert not planning.done()
+        assert not status.done()
+        let_go.set()
+        reply = await planning
+        assert not reply.plan.sweep_first, "the plan counts on v1's memory"
+        assert (await status).memory[0].free_bytes >= VERSION_BYTES
+        assert (await host.ended(reply.operation or "")).state == "done"
+
+    run(3, scenario)
+
+
+def test_what_is_swept_to_make_room_is_waited_for(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        await host.push("v1")
+        await host.push("v2")
+        creating = threading.Event()
+        close, create = FakeSlab.close, host.backend.create_slab
+
+        def slow(slab: FakeSlab) -> None:
+            early.append(creating.wait(0.1))
+            close(slab)
+
+        def noted(device: DeviceId, nbytes: int) -> FakeWritableSlab:
+            creating.set()
+            return create(device, nbytes)
+
+        early: list[bool] = []
+        monkeypatch.setattr(FakeSlab, "close", slow)
+        monkeypatch.setattr(host.backend, "create_slab", noted)
+        assert (await host.push("v3")).state == "done"
+        assert early[:VERSION_SLABS] == [False] * VERSION_SLABS
+
+    run(2, scenario)
