@@ -30,6 +30,7 @@ class Verification:
         self._progress = progress
         self._digests: dict[DeviceId, PlaceDigests] = defaultdict(PlaceDigests)
         self._known: dict[Place, tuple[int, Digest]] = {}
+        self._entries: dict[Place, list[TensorEntry]] = {}  # of places that were found
         self._lock = threading.Lock()  # of what is known
         self._places: dict[int, list[Place]] = defaultdict(list)  # by slab
         self._tensors: dict[Place, list[TensorSource]] = defaultdict(list)
@@ -70,6 +71,7 @@ class Verification:
         if known != found:
             raise self._mismatch(place, f"is not on {slab.entry.device} what it is elsewhere")
         if is_first:
+            self._entries[place] = self._describe(place, found)  # here, beside what is still read
             self._progress.add_verified(place[2])
 
     @property
@@ -79,12 +81,9 @@ class Verification:
 
     def table(self) -> tuple[TensorEntry, ...]:
         """Every tensor and its place, sorted by name, once all was checked; before, with what is promised."""
-        tensors = [
-            TensorEntry(source.name, source.dtype, source.shape, source.nbytes, *place[:2], *content)
-            for place, sources in self._tensors.items()
-            for content in (self._content(place),)
-            for source in sources
-        ]
+        tensors: list[TensorEntry] = []
+        for place in self._tensors:
+            tensors += self._entries.get(place) or self._describe(place, self._content(place))
         return tuple(sorted(tensors, key=lambda entry: entry.name))
 
     def check_all_found(self, table: Sequence[TensorEntry]) -> None:
@@ -93,6 +92,12 @@ class Verification:
             found = self._known.get((entry.slab, entry.offset_bytes, entry.nbytes))
             if found != (entry.crc32, entry.digest):
                 raise InvariantError(f"{entry.name!r} is {found}, in the table {entry.crc32}, {entry.digest}")
+
+    def _describe(self, place: Place, content: tuple[int, Digest]) -> list[TensorEntry]:
+        return [
+            TensorEntry(source.name, source.dtype, source.shape, source.nbytes, *place[:2], *content)
+            for source in self._tensors[place]
+        ]
 
     def _content(self, place: Place) -> tuple[int, Digest]:
         with self._lock:
