@@ -14,9 +14,6 @@ from shared.errors import CheckpointError, ReadFailed, Superseded
 from shared.gate import Pacer
 from shared.memory.backend import MemoryBackend, Slab, WritableSlab
 
-RUN_BYTES = 16 << 20
-"""Most bytes of one read.  Each reader has one under way, and between two it waits for its turn in Python."""
-
 OnSealed = Callable[[FilledSlab, Slab], None]
 """Called once per slab, by the thread that sealed it; the slab is readable and stays open."""
 
@@ -44,7 +41,7 @@ class Filling:
         self._on_sealed = on_sealed
         self._undo = undo
         self._schedule = ReadSchedule(
-            request.placement, crc32_combine, run_bytes=RUN_BYTES, slabs_at_once=backend.slabs_at_once
+            request.placement, crc32_combine, readers=backend.readers, slabs_at_once=backend.slabs_at_once
         )
         self._lock = threading.Lock()  # of the schedule and of undo
         self._sealed: dict[int, Slab] = {}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from loaderd.placement import Placement, ReadExtent
 from shared.errors import InvariantError
+
+RUN_BYTES = 16 << 20
+"""Most bytes of one read.  Each reader has one under way, and between two it waits for its turn in Python."""
+
+LAST_RUN_BYTES = 2 << 20
 
 CombineCrc = Callable[[int, int, int], int]
 """CRC32 of two pieces put together, from their CRC32s and the bytes of the second."""
@@ -61,60 +65,56 @@ class ReadRun:
         return self.extents[0]
 
 
-def read_runs(extents: Iterable[ReadExtent], run_bytes: int) -> list[ReadRun]:
-    """Parts of extents, and neighbours in a file and in a slab together, up to `run_bytes`: a large tensor is
-    many reads, a thousand small ones are a few.  Extents come by slab, file and offset."""
-    runs: list[list[ReadExtent]] = []
-    nbytes = 0
-    for extent in chain.from_iterable(_parts(extent, run_bytes) for extent in extents):
-        before = runs[-1][-1] if runs else None
-        is_next = before is not None and (before.slab, before.file, before.file_offset + before.nbytes) == (
-            extent.slab,
-            extent.file,
-            extent.file_offset,
-        )
-        if is_next and nbytes + extent.nbytes <= run_bytes:
-            runs[-1].append(extent)
-            nbytes += extent.nbytes
-        else:
-            runs.append([extent])
-            nbytes = extent.nbytes
-    return [ReadRun(tuple(run)) for run in runs]
-
-
-def _parts(extent: ReadExtent, most_bytes: int) -> Iterator[ReadExtent]:
-    if extent.nbytes <= most_bytes:
-        yield extent
-        return
-    for start in range(0, extent.nbytes, most_bytes):
-        yield replace(
-            extent,
-            file_offset=extent.file_offset + start,
-            slab_offset=extent.slab_offset + start,
-            nbytes=min(most_bytes, extent.nbytes - start),
-        )
-
-
-@dataclass(slots=True)
 class _SlabReads:
-    """The reads of one slab."""
+    """The reads of one slab; its extents come by file and offset."""
 
-    index: int
-    extents: list[ReadExtent]
-    runs: list[ReadRun] = field(default_factory=list)  # once it is begun: some thousands in all
-    taken: int = 0
-    finished: int = 0
-    crcs: dict[int, list[int]] = field(default_factory=dict)  # by run
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all extents."""
-        return sum(extent.nbytes for extent in self.extents)
+    def __init__(self, index: int, extents: Sequence[ReadExtent]) -> None:
+        self.index = index
+        self.nbytes = self.left_bytes = sum(extent.nbytes for extent in extents)
+        self.runs: list[ReadRun] = []  # those handed out
+        self.crcs: dict[int, list[int]] = {}  # by run
+        self._rest = deque(extents)
 
     @property
     def under_way(self) -> int:
         """Runs that are being read."""
-        return self.taken - self.finished
+        return len(self.runs) - len(self.crcs)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all was handed out and read."""
+        return not self.left_bytes and not self.under_way
+
+    def cut(self, most_bytes: int) -> ReadRun:
+        """Hand out what comes next, as far as it follows each other in one file: part of a large tensor, or
+        many small ones."""
+        extents: list[ReadExtent] = []
+        nbytes = 0
+        while self._rest and nbytes < most_bytes and (not extents or _follows(extents[-1], self._rest[0])):
+            extent = self._rest.popleft()
+            if extent.nbytes > most_bytes - nbytes:
+                extent, rest = _split(extent, most_bytes - nbytes)
+                self._rest.appendleft(rest)
+            extents.append(extent)
+            nbytes += extent.nbytes
+        self.left_bytes -= nbytes
+        self.runs.append(ReadRun(tuple(extents)))
+        return self.runs[-1]
+
+
+def _follows(extent: ReadExtent, following: ReadExtent) -> bool:
+    end = extent.file_offset + extent.nbytes
+    return (extent.file, end) == (following.file, following.file_offset)
+
+
+def _split(extent: ReadExtent, nbytes: int) -> tuple[ReadExtent, ReadExtent]:
+    rest = replace(
+        extent,
+        file_offset=extent.file_offset + nbytes,
+        slab_offset=extent.slab_offset + nbytes,
+        nbytes=extent.nbytes - nbytes,
+    )
+    return replace(extent, nbytes=nbytes), rest
 
 
 class ReadSchedule:
@@ -123,24 +123,32 @@ class ReadSchedule:
     time."""
 
     def __init__(
-        self, placement: Placement, combine: CombineCrc, *, run_bytes: int, slabs_at_once: int = 1
+        self,
+        placement: Placement,
+        combine: CombineCrc,
+        *,
+        readers: int,
+        run_bytes: int = RUN_BYTES,
+        slabs_at_once: int = 1,
     ) -> None:
-        """Readers spread over `slabs_at_once` slabs until the last are begun.  Raises InvariantError where
-        nothing is read into one of the slabs."""
+        """Readers spread over `slabs_at_once` slabs until the last are begun; each reads `run_bytes` at once
+        until little is left.  Raises InvariantError where nothing is read into one of the slabs."""
         extents: list[list[ReadExtent]] = [[] for _ in placement.slabs]
         for extent in placement.reads:
             extents[extent.slab].append(extent)
         self._slabs = [_SlabReads(index, each) for index, each in enumerate(extents)]
-        empty = [slab.index for slab in self._slabs if not slab.extents]
+        empty = [slab.index for slab in self._slabs if not slab.nbytes]
         if empty:
             raise InvariantError(f"nothing is read into slab {empty[0]}")
         # What is hashed after the last byte came is the smallest, and the others are done by then.
         self._slabs_to_read = sorted(self._slabs, key=lambda slab: -slab.nbytes)
         self._combine = combine
+        self._readers = readers
         self._run_bytes = run_bytes
         self._slabs_at_once = slabs_at_once
-        self._begun: list[_SlabReads] = []  # those that have runs to hand out
+        self._begun: list[_SlabReads] = []  # those that have something to hand out
         self._untouched = deque(self._slabs_to_read)
+        self._left_bytes = sum(slab.nbytes for slab in self._slabs)
 
     @property
     def order(self) -> list[int]:
@@ -150,17 +158,17 @@ class ReadSchedule:
     def take(self) -> tuple[int, ReadRun] | None:
         """The run to read next, with its number in its slab; None when all were handed out."""
         while len(self._begun) < self._slabs_at_once and self._untouched:
-            slab = self._untouched.popleft()
-            slab.runs = read_runs(slab.extents, self._run_bytes)
-            self._begun.append(slab)
+            self._begun.append(self._untouched.popleft())
         if not self._begun:
             return None
         slab = min(self._begun, key=self._spread if self._untouched else self._nearly_full)
-        number, run = slab.taken, slab.runs[slab.taken]
-        slab.taken += 1
-        if slab.taken == len(slab.runs):
+        # Shorter towards the end: readers are done at the same time.
+        share = self._left_bytes // (2 * self._readers)
+        run = slab.cut(min(self._run_bytes, max(share, LAST_RUN_BYTES)))
+        self._left_bytes -= run.nbytes
+        if not slab.left_bytes:
             self._begun.remove(slab)
-        return number, run
+        return len(slab.runs) - 1, run
 
     @staticmethod
     def _spread(slab: _SlabReads) -> int:
@@ -170,7 +178,7 @@ class ReadSchedule:
     def _nearly_full(slab: _SlabReads) -> tuple[bool, int]:
         """The last slabs one after the other, or all would be full at the very end, and only then hashed.
         Two readers hardly wait for each other."""
-        return slab.under_way >= 2, len(slab.runs) - slab.taken
+        return slab.under_way >= 2, slab.left_bytes
 
     def finish(self, number: int, run: ReadRun, crcs: Sequence[int]) -> FilledSlab | None:
         """Note that a run was read, with the CRC32 of each of its extents; its slab if that was the last of
@@ -179,8 +187,7 @@ class ReadSchedule:
         if number in slab.crcs:
             raise InvariantError(f"run {number} of slab {run.slab} was read twice")
         slab.crcs[number] = list(crcs)
-        slab.finished += 1
-        if slab.finished < len(slab.runs):
+        if not slab.is_complete:
             return None
         # Whatever the order in which they were read, those of one tensor are listed in file order.
         combined: dict[str, int] = {}

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from loaderd.checkpoint.header import TensorSource
 from loaderd.placement import Placement, PlacementRules, ReadExtent, Residents, place
-from loaderd.read_schedule import ReadRun, ReadSchedule, read_runs
+from loaderd.read_schedule import LAST_RUN_BYTES, RUN_BYTES, ReadRun, ReadSchedule
 from shared._native import crc32_combine
 from shared.errors import InvariantError
 from tests.property.test_plan_placement import SETTINGS, Version, rule_sets, versions
 
+MIB = 1 << 20
 BLOCK = random.Random(0).randbytes(4099)
 
 
@@ -61,7 +62,9 @@ def test_slabs_complete_one_by_one_with_the_checksums_of_their_tensors(
     expected: dict[str, int] = {}
     for extent in placement.reads:
         expected[extent.tensor] = zlib.crc32(content(extent), expected.get(extent.tensor, 0))
-    schedule = ReadSchedule(placement, crc32_combine, run_bytes=run_bytes, slabs_at_once=at_once)
+    schedule = ReadSchedule(
+        placement, crc32_combine, readers=readers, run_bytes=run_bytes, slabs_at_once=at_once
+    )
     under_way: list[tuple[int, ReadRun]] = []
     taken: list[ReadRun] = []
     left = [
@@ -100,7 +103,7 @@ def small(nbytes: int) -> Placement:
 
 
 def test_a_run_is_finished_once() -> None:
-    schedule = ReadSchedule(small(150), crc32_combine, run_bytes=100)
+    schedule = ReadSchedule(small(150), crc32_combine, readers=2, run_bytes=100)
     work = schedule.take()
     assert work is not None
     assert schedule.finish(*work, [1]) is None
@@ -111,7 +114,7 @@ def test_a_run_is_finished_once() -> None:
 def test_readers_spread_over_slabs() -> None:
     tensors = [TensorSource(name, "U8", (400,), 400, "a", 8 + 400 * i) for i, name in enumerate("abc")]
     placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=400))
-    schedule = ReadSchedule(placement, crc32_combine, run_bytes=100, slabs_at_once=2)
+    schedule = ReadSchedule(placement, crc32_combine, readers=2, run_bytes=100, slabs_at_once=2)
     order = [work[1].slab for _ in range(4) if (work := schedule.take())]
     assert order == [0, 1, 0, 1]
 
@@ -121,7 +124,7 @@ def test_what_is_complete_last_is_the_smallest() -> None:
     starts = {"a": 8, "b": 108, "c": 508}
     tensors = [TensorSource(name, "U8", (size,), size, "f", starts[name]) for name, size in sizes.items()]
     placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=100))
-    schedule = ReadSchedule(placement, crc32_combine, run_bytes=100)
+    schedule = ReadSchedule(placement, crc32_combine, readers=2, run_bytes=100)
     taken = [work[1].slab for _ in range(8) if (work := schedule.take())]
     assert taken == [1] * 4 + [2] * 3 + [0]
     assert schedule.order == [1, 2, 0]
@@ -130,7 +133,7 @@ def test_what_is_complete_last_is_the_smallest() -> None:
 def test_the_last_slabs_fill_one_after_the_other() -> None:
     tensors = [TensorSource(name, "U8", (400,), 400, "a", 8 + 400 * i) for i, name in enumerate("abc")]
     placement = place(tensors, {}, Residents(), PlacementRules(slab_bytes=400))
-    schedule = ReadSchedule(placement, crc32_combine, run_bytes=100, slabs_at_once=3)
+    schedule = ReadSchedule(placement, crc32_combine, readers=2, run_bytes=100, slabs_at_once=3)
     order, under_way = [], []
     while work := schedule.take():
         order.append(work[1].slab)
@@ -138,13 +141,23 @@ def test_the_last_slabs_fill_one_after_the_other() -> None:
         if len(under_way) == 2:
             schedule.finish(*under_way.pop(0), [0])
     assert order == [0] * 4 + [1] * 4 + [2] * 4
-    many = ReadSchedule(placement, crc32_combine, run_bytes=100, slabs_at_once=3)
+    many = ReadSchedule(placement, crc32_combine, readers=2, run_bytes=100, slabs_at_once=3)
     spread = [work[1].slab for _ in range(6) if (work := many.take())]
     assert spread == [0, 0, 1, 1, 2, 2]
 
 
+def test_runs_shrink_towards_the_end() -> None:
+    schedule = ReadSchedule(small(300 * MIB), crc32_combine, readers=4)
+    sizes = []
+    while work := schedule.take():
+        sizes.append(work[1].nbytes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[:11] == [RUN_BYTES] * 11, "as long as eight more are left"
+    assert sizes[-8:] == [LAST_RUN_BYTES] * 7 + [sizes[-1]]
+
+
 def test_a_byte_belongs_to_the_extent_that_has_it() -> None:
-    (whole,) = small(256).reads
-    parts = [part for run in read_runs([whole], 100) for part in run.extents]
+    schedule = ReadSchedule(small(256), crc32_combine, readers=1, run_bytes=100)
+    parts = [part for _ in range(3) if (work := schedule.take()) for part in work[1].extents]
     run = ReadRun(tuple(parts))
     assert [run.extent_at(byte).file_offset for byte in (8, 107, 108, 263, 264)] == [8, 8, 108, 208, 8]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from loaderd.crew import Crew
 from loaderd.load_request import LoadProgress, LoadRequest
 from loaderd.loading import Loaded, load_and_verify
 from loaderd.placement import PlacementRules, place
-from loaderd.read_schedule import FilledSlab, read_runs
+from loaderd.read_schedule import FilledSlab, ReadSchedule
 from loaderd.residents import Residents
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
@@ -46,7 +47,7 @@ RULES = PlacementRules(slab_bytes=256 << 10, granularity_bytes=4096)
 
 @pytest.fixture(autouse=True)
 def _runs_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loaderd.filling.RUN_BYTES", RUN_BYTES)
+    monkeypatch.setattr("loaderd.filling.ReadSchedule", partial(ReadSchedule, run_bytes=RUN_BYTES))
 
 
 @pytest.fixture
@@ -309,7 +310,7 @@ def test_a_difference_ends_the_reading(
     monkeypatch.setattr(Crew, "_guarded", guarded)
     backend.before_read = hold
     with open_directory(folder) as checkpoint:
-        runs = len(read_runs(place(checkpoint.tensors, {}, Residents(), RULES).reads, RUN_BYTES))
+        runs = checkpoint.total_bytes // RUN_BYTES
         with pytest.raises(DigestMismatch, match="damaged on the way"):
             _load(checkpoint, backend)
     assert backend.calls["read"] < runs
