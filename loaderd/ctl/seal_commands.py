@@ -116,8 +116,9 @@ def verify(
     with --key, its signature."""
     session = session_of(context, is_json=json)
     if target not in (".", "..") and "/" not in target:
-        if key:
-            raise InvalidRequest(f"--key is for folders: {target} is a version, ./{target} a folder")
+        given = "--key" if key else "--jobs" if jobs is not None else ""
+        if given:
+            raise InvalidRequest(f"{given} is for folders: {target} is a version, ./{target} a folder")
         _verify_resident(session, folder_name(target))
         return
     trusted = [TrustedKey.read(path) for path in key or ()]
