@@ -25,7 +25,7 @@ from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal
 from loaderd.signature.keys import KeyRefused, SigningKey, TrustedKey
 from shared.control import Verify, VerifyReport
-from shared.errors import DaemonUnreachable, InvalidRequest, SignatureRefused, UnknownVersion
+from shared.errors import DaemonUnreachable, InvalidRequest, UnknownVersion
 
 KEY_VARIABLE = "CHANGEOVER_KEY_PASSPHRASE"
 
@@ -125,11 +125,6 @@ def verify(
     directory = Path(target)
     if not directory.is_dir():
         raise InvalidRequest(f"{target} is not a folder")
-    if trusted and not os.path.lexists(directory / SIGNATURE_FILE):
-        raise SignatureRefused(
-            "does not exist: the folder is not signed (sign it with `loaderctl seal --key`)",
-            file=SIGNATURE_FILE,
-        )
 
     def hashing(progress: HashProgress) -> _Hashed:
         found = verify_directory(directory, trusted=trusted, jobs=jobs or _default_jobs(), progress=progress)

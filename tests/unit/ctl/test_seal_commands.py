@@ -13,6 +13,7 @@ import pytest
 from loaderd.ctl import tables
 from loaderd.ctl.hash_progress import HashProgress
 from loaderd.ctl.terminal import Terminal
+from loaderd.remedy import SEAL_IT, SIGN_IT
 from shared.errors import UnknownVersion
 from tests.support.signing import KeyPair, make_keys
 from tests.unit.checkpoint_files import content, write_sharded
@@ -80,7 +81,7 @@ def test_a_folder_without_a_seal_is_exit_3_and_one_that_is_not_there_is_exit_2(
 ) -> None:
     unsealed = run(tmp_path, "verify", "tiny-v1/")
     assert unsealed.code == 3
-    assert "the folder is not sealed (seal it with `loaderctl seal`)" in unsealed.stderr
+    assert unsealed.stderr == f"error: seal.json: does not exist: the folder is not sealed{SEAL_IT}\n"
     assert run(tmp_path, "verify", "./nothing").code == 2
     assert run(tmp_path, "seal", "nothing").code == 2
 
@@ -200,7 +201,7 @@ def test_a_folder_without_a_signature_is_exit_3(tmp_path: Path, folder: Path, ke
     run(tmp_path, "seal", "tiny-v1")
     ran = run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public))
     assert ran.code == 3
-    assert "the folder is not signed (sign it with `loaderctl seal --key`)" in ran.stderr
+    assert ran.stderr == f"error: model.sig: does not exist: the folder is not signed{SIGN_IT}\n"
 
 
 def test_a_signature_by_another_key(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
@@ -221,6 +222,15 @@ def test_what_was_altered_after_signing(tmp_path: Path, folder: Path, keys: KeyP
     refused = run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public))
     assert refused.code == 3
     assert refused.stderr.startswith("error: config.json: is sha256:")
+    assert refused.stderr.endswith(f": altered after signing{SIGN_IT}\n")
+
+
+def test_a_seal_that_is_not_of_this_folder_is_told_with_what_to_do(tmp_path: Path, folder: Path) -> None:
+    run(tmp_path, "seal", "tiny-v1")
+    (folder / "generation_config.json").write_text("{}")
+    ran = run(tmp_path, "verify", "tiny-v1/")
+    assert ran.code == 3
+    assert ran.stderr == f"error: generation_config.json: is in the folder and not in the seal{SEAL_IT}\n"
 
 
 def test_a_key_that_cannot_be_used_is_told_before_anything_is_hashed(tmp_path: Path, folder: Path) -> None:
