@@ -97,8 +97,10 @@ def check_signature(checkpoint: Checkpoint, trusted: Sequence[TrustedKey]) -> Si
             raise SignatureRefused(
                 "is not covered by the signature: the folder was sealed after it was signed", file=path
             )
-        left = ": left by a seal that was killed; seal and sign again, or remove it" * is_temporary(path)
-        raise SignatureRefused(f"is in the folder and not in the signature{left}", file=shown(path))
+        by_seal = ": a seal writes it, or was killed; when none runs, seal and sign again, or remove it"
+        raise SignatureRefused(
+            f"is in the folder and not in the signature{by_seal * is_temporary(path)}", file=shown(path)
+        )
     for path in sorted(statement.files.keys() - found.keys()):
         raise SignatureRefused("is in the signature and not in the folder", file=shown(path))
     if checkpoint.seal_bytes is not None:
