@@ -64,7 +64,7 @@ from shared.memory.selection import open_backend, reserve_pool
 from shared.metrics import loop_lag_histogram, new_registry
 from shared.notify import Notifier
 from shared.resident import name_tensors
-from shared.run_dir import RunDir, listen_seqpacket
+from shared.run_dir import RunDir, listen_seqpacket, remove_left_over
 from shared.supervisor import Stop, Supervisor
 from shared.verdict import Verdict
 
@@ -405,6 +405,7 @@ def _bound(take_socket: zmq.Socket[Any], path: Path) -> Iterator[None]:
     with closing(take_socket):
         take_socket.setsockopt(zmq.LINGER, 0)
         take_socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_FRAME_BYTES)
+        remove_left_over(path)  # libzmq would, and not say why it could not
         take_socket.bind(f"ipc://{path}")
         path.chmod(SOCKET_MODE)
         try:

@@ -13,6 +13,7 @@ import structlog
 import zmq
 
 from shared.closing import Closing
+from shared.run_dir import remove_left_over
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +34,8 @@ class EventSocket(Closing):
     """Owns the socket and its file.  Used from the event loop's thread only."""
 
     def __init__(self, borrow_context: zmq.Context[zmq.Socket[bytes]], path: Path, mode: int) -> None:
-        """Bind at `path`, replacing a left-over file; raises ZMQError as `bind` does."""
+        """Bind at `path`, replacing a left-over file; raises ConfigError if that is another
+        user's, ZMQError as `bind` does."""
         self._context = borrow_context
         self._path = path
         self._mode = mode
@@ -74,6 +76,7 @@ class EventSocket(Closing):
             created.setsockopt(zmq.SNDHWM, QUEUED_EVENTS)
             created.setsockopt(zmq.RCVHWM, QUEUED_FRAMES)
             created.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)
+            remove_left_over(self._path)  # libzmq would, and not say why it could not
             created.bind(f"ipc://{self._path}")
             self._path.chmod(self._mode)
         except BaseException:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from loaderd.gpu_watch import GpuWatch
 from loaderd.placement import PlacementRules
 from loaderd.plan import Candidate, DeviceMemory, Plan, Serving, Verdict, plan_push
 from loaderd.proof import Proof
+from loaderd.remedy import SEAL_IT, SIGN_IT, remedied
 from loaderd.seal.check import check_against
 from loaderd.seal.document import Seal, read_seal
 from loaderd.seal.scan import Progress
@@ -22,12 +23,9 @@ from loaderd.signature.check import SignedFolder, check_seal, check_signature, p
 from loaderd.versions import Version, VersionTable
 from shared.control import DevicePlanReport, PlanReport
 from shared.digest import file_digest
-from shared.errors import CheckpointError, PlanRefused, SignatureRefused
+from shared.errors import CheckpointError, PlanRefused
 from shared.ids import DeviceId, VersionRef
 from shared.memory.backend import MemoryBackend
-
-_SEAL = "; if the folder is as it should be, seal it: `loaderctl seal DIR`; else copy it again"
-_SIGN = "; if the folder is as it should be, sign it: `loaderctl seal DIR --key KEY`; else copy it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +69,9 @@ class OpenedCheckpoint:
         self.checkpoint.close()
 
 
-@contextmanager
-def naming(folder: str, step: str = "") -> Iterator[None]:
-    """Have what is wrong with a checkpoint name the version's folder beside the file, and end in `step`: what
-    to do about it.  What a signature refuses has a step of its own."""
-    try:
-        yield
-    except CheckpointError as error:
-        place = folder if error.file == folder else f"{folder}/{error.file}"
-        step = _SIGN if isinstance(error, SignatureRefused) else step
-        raise type(error)(error.reason + step, file=place, tensor=error.tensor, byte=error.byte) from error
+def naming(folder: str, step: str = "") -> AbstractContextManager[None]:
+    """`remedied` for a version's folder, which is named beside the file."""
+    return remedied(step, folder=folder)
 
 
 def open_checked(
@@ -96,7 +87,7 @@ def open_checked(
             with naming(folder):
                 signed = check_signature(checkpoint, config.trusted_keys)
         if checkpoint.seal_bytes is not None:
-            with naming(folder, _SEAL if signed is None else _SIGN):
+            with naming(folder, SEAL_IT if signed is None else SIGN_IT):
                 seal = read_seal(checkpoint.seal_bytes)
                 check_against(checkpoint, seal)
                 if signed is not None:

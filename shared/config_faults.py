@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -71,10 +72,25 @@ def faults_of(error: ValidationError, document: object) -> list[Fault]:
     for detail in error.errors(include_url=False):
         places.setdefault(_place(detail, document), []).append(detail)
     return [
-        Fault(".".join(map(str, place)) or "(top level)", _reason(details))
+        Fault(_key(place), _reason(details))
         for place, details in places.items()
         if not any(len(other) > len(place) and other[: len(place)] == place for other in places)
     ]
+
+
+def dates_in(document: object, place: tuple[int | str, ...] = ()) -> list[Fault]:
+    """A fault for every date or time, which no key takes: TOML reads 2026-01-02 as one, not as text."""
+    match document:
+        case dict():
+            items: list[tuple[int | str, object]] = list(document.items())
+        case list():
+            items = list(enumerate(document))
+        case datetime.date() | datetime.time():  # a datetime is a date
+            found = f"{document.isoformat()} (text needs quotes)"
+            return [Fault(_key(place), f"expected no date or time, found {found}")]
+        case _:
+            return []
+    return [fault for part, value in items for fault in dates_in(value, (*place, part))]
 
 
 def told(faults: list[Fault]) -> tuple[str, str]:
@@ -83,6 +99,10 @@ def told(faults: list[Fault]) -> tuple[str, str]:
     if len(faults) > _SHOWN_FAULTS:
         lines.append(f"and {len(faults) - _SHOWN_FAULTS} more")
     return "; ".join(lines), ", ".join(fault.key for fault in faults[:_SHOWN_FAULTS])
+
+
+def _key(place: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, place)) or "(top level)"
 
 
 def _place(detail: ErrorDetails, document: object) -> tuple[int | str, ...]:

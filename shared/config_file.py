@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import stat
@@ -12,7 +11,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from shared.config_faults import faults_of, refusal, told
+from shared.config_faults import dates_in, faults_of, refusal, told
 from shared.errors import ConfigError
 
 CONFIG_BYTES = 1 << 20
@@ -47,23 +46,29 @@ def load_config(path: Path, model_type: type[Config]) -> Config:
     """Read and check the file; raises ConfigError that names the file and each key at fault.
 
     Types are strict, as if the file were JSON: `"80"` is no port and `1` is no boolean, but text is
-    a path or an enum member where the model says so.  Blocks on the file.
+    a path or an enum member where the model says so.  Dates and times are refused.  Blocks on the file.
     """
     text = _read(path)
     try:
         data = tomllib.loads(text)
-        document = json.dumps(data, default=_dated)
+        dates = dates_in(data)
+        document = json.dumps(data, default=str)  # dates and times, which are told as such
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}", file=str(path)) from error
     except RecursionError as error:
         raise ConfigError(f"{path}: not TOML: too deeply nested", file=str(path)) from error
     except ValueError as error:  # Python reads no more digits than 4300
         raise ConfigError(f"{path}: holds a number of thousands of digits", file=str(path)) from error
+    faults = dates
     try:
-        return model_type.model_validate_json(document, strict=True)
+        config = model_type.model_validate_json(document, strict=True)
     except ValidationError as error:
-        faults, keys = told(faults_of(error, json.loads(document)))
-        raise ConfigError(f"{path}: {faults}", file=str(path), key=keys) from error
+        dated = {fault.key for fault in dates}
+        faults = [*dates, *(each for each in faults_of(error, json.loads(document)) if each.key not in dated)]
+    if faults:
+        message, keys = told(faults)
+        raise ConfigError(f"{path}: {message}", file=str(path), key=keys)
+    return config
 
 
 def _read(path: Path) -> str:
@@ -85,9 +90,3 @@ def _read(path: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}", file=str(path)) from error
-
-
-def _dated(value: object) -> str:
-    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
-        return value.isoformat()
-    raise TypeError(f"TOML has no {type(value).__name__}")

@@ -1,6 +1,6 @@
 """Liveness, readiness and metrics over HTTP on a Unix socket.
 
-    curl --unix-socket /run/changeover/loaderd.health.sock 'http://localhost/readyz?verbose'
+    curl --unix-socket /run/changeover/inferd-a.health.sock 'http://localhost/readyz?verbose'
 
 The handlers run in the daemon's own loop, so a loop that hangs answers nothing: give probes a time
 limit.  systemd's watchdog, fed from the same loop, ends such a process.
@@ -176,7 +176,7 @@ def _health_app(
 
 def _answer(verdict: Verdict, is_verbose: bool) -> JSONResponse:
     body = _verdict_body(verdict)
-    if is_verbose:
+    if is_verbose and verdict.checks:
         body["checks"] = [{"name": name, **_verdict_body(part)} for name, part in verdict.checks]
     return JSONResponse(body, status_code=200 if verdict.is_ok else 503, headers=_NO_STORE)
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shared.accounts import user_text
 from shared.closing import Closing
-from shared.errors import DriverError, ResourceError
+from shared.errors import ConfigError, DriverError, ResourceError
 from shared.fdpass import PeerCredentials
-from shared.run_dir import PATH_BYTES
+from shared.run_dir import FORBIDDEN, PATH_BYTES, remove_left_over
 
 CLAIM_TIMEOUT_S = 2.0
 """Longest wait for another process that claims a path in the same directory."""
@@ -32,7 +33,8 @@ class UnixListener(Closing):
     """
 
     def __init__(self, path: Path, *, mode: int, backlog: int = 128) -> None:
-        """Blocks up to CLAIM_TIMEOUT_S; raises DriverError where the kernel refuses the socket."""
+        """Blocks up to CLAIM_TIMEOUT_S; raises ConfigError where this process may not make the
+        file, DriverError where the kernel refuses the socket otherwise."""
         if len(os.fsencode(path)) > PATH_BYTES:
             raise ResourceError(f"{path}: longer than {PATH_BYTES} bytes, the kernel's limit", path=str(path))
         self.path = path
@@ -49,6 +51,10 @@ class UnixListener(Closing):
                 self._identity = _identity(path)
             except OSError as error:
                 self.socket.close()
+                if error.errno in FORBIDDEN:
+                    raise ConfigError(
+                        f"{path} cannot be made by {user_text(os.geteuid())}: {error.strerror}"
+                    ) from error
                 raise DriverError(f"bind({path})", error.errno or 0, error.strerror or str(error)) from error
 
     def close(self) -> None:
@@ -104,7 +110,7 @@ def _remove_stale(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, _STREAM) as probe:
         number = probe.connect_ex(os.fspath(path))
         if number == errno.ECONNREFUSED:
-            path.unlink()
+            remove_left_over(path)
             return
         if number == errno.ENOENT:
             return

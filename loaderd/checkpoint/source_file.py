@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from loaderd.checkpoint.folder import Folder
+from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE
 from shared.closing import Closing
 from shared.errors import CheckpointError, DriverError, InvariantError
+
+_AGAIN = "try again when nothing writes to the folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +31,14 @@ class FileIdentity:
         return cls(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
     def difference(self, other: Self) -> str:
-        """The first field that differs, in words."""
-        for field in ("nbytes", "inode", "device", "mtime_ns", "ctime_ns"):
-            before, after = getattr(self, field), getattr(other, field)
-            if before != after:
-                return f"{field} was {before}, is {after}"
-        return "nothing differs"
+        """How a file that had this identity and has the other now has changed, in words."""
+        if self.nbytes != other.nbytes:
+            return f"it had {self.nbytes} bytes and has {other.nbytes}"
+        if (self.device, self.inode) != (other.device, other.inode):
+            return "another file has its name"
+        if self.mtime_ns != other.mtime_ns:
+            return "it was written to"
+        return "it was written to, or its name, owner or mode changed"
 
     def verify_name(self, folder: Folder, name: str) -> None:
         """Raise CheckpointError if `name` in `folder` now means a file with another identity."""
@@ -42,8 +47,12 @@ class FileIdentity:
             now = FileIdentity.of(fd)
         finally:
             os.close(fd)
-        if now != self:
-            raise CheckpointError(f"was replaced while it was read: {self.difference(now)}", file=name)
+        if now == self:
+            return
+        if name in (SEAL_FILE, SIGNATURE_FILE):
+            reason = "was replaced while the folder was read: the folder is being sealed or copied over"
+            raise CheckpointError(f"{reason}; {_AGAIN}", file=name)
+        raise CheckpointError(f"was replaced while it was read: {self.difference(now)}; {_AGAIN}", file=name)
 
 
 class SourceFile(Closing):
@@ -93,7 +102,7 @@ class SourceFile(Closing):
             raise CheckpointError(f"has {self.nbytes} bytes, {limit_bytes} are allowed", file=self.name)
         data = self.read(0, self.nbytes)
         if len(data) != self.nbytes or FileIdentity.of(self.borrow_fd()) != self.identity:
-            raise CheckpointError("changed while it was read", file=self.name, byte=len(data))
+            raise CheckpointError(f"changed while it was read; {_AGAIN}", file=self.name, byte=len(data))
         return data
 
     def verify_unchanged(self) -> None:
@@ -101,7 +110,7 @@ class SourceFile(Closing):
         now = FileIdentity.of(self.borrow_fd())
         if now != self.identity:
             raise CheckpointError(
-                f"changed while it was read: {self.identity.difference(now)}", file=self.name
+                f"changed while it was read: {self.identity.difference(now)}; {_AGAIN}", file=self.name
             )
 
     def close(self) -> None:

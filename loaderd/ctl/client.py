@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
 import secrets
 import socket
 import time
@@ -14,6 +12,7 @@ from typing import TypeVar
 import zmq
 
 from loaderd.ctl.event_stream import EventStream
+from shared.accounts import group_text, user_text
 from shared.closing import Closing
 from shared.codec import CONTROL_FRAME_BYTES, PROTOCOL_VERSION, decode, encode
 from shared.control import REPLY, Push, Reply, Request, Result, Rollback, Verb
@@ -167,16 +166,9 @@ def _probe(path: Path) -> None:
             f"loaderd is not there: {path} was left behind and nobody listens; {_HELP}"
         ) from error
     except PermissionError as error:
-        raise NotPermitted(f"{_user(os.geteuid())} may not open {path}; {_owners(path)} may") from error
+        raise NotPermitted(f"{user_text(os.geteuid())} may not open {path}; {_owners(path)} may") from error
     except OSError as error:
         raise DaemonUnreachable(f"cannot connect to {path}: {error}; {_HELP}") from error
-
-
-def _user(uid: int) -> str:
-    try:
-        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
-    except KeyError:
-        return f"uid {uid}"
 
 
 def _owners(path: Path) -> str:
@@ -185,8 +177,4 @@ def _owners(path: Path) -> str:
         status = path.stat()
     except OSError:
         return "root, the user that runs loaderd and its group"
-    try:
-        group = grp.getgrgid(status.st_gid).gr_name
-    except KeyError:
-        group = str(status.st_gid)
-    return f"root, {_user(status.st_uid)} and group {group}"
+    return f"root, {user_text(status.st_uid)} and group {group_text(status.st_gid)}"

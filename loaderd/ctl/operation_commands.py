@@ -47,7 +47,7 @@ def push(
     Ctrl-C stops the waiting, not the push.
     """
     session = session_of(context, is_json=json)
-    wait = is_to_wait(wait=wait, detach=detach)
+    wait = is_to_wait(wait=wait, detach=detach, timeout=timeout, dry_run=dry_run)
     body = Push(name=folder_name(name), model=_checked_model(model), dry_run=dry_run, in_flight=in_flight)
     with session.client() as client, _view(session.terminal) as view:
         try:
@@ -75,7 +75,7 @@ def rollback(
 ) -> None:
     """Serve the retained version again: a flip, nothing is loaded."""
     session = session_of(context, is_json=json)
-    wait = is_to_wait(wait=wait, detach=detach)
+    wait = is_to_wait(wait=wait, detach=detach, timeout=timeout)
     to = None if to is None else check_name(to, "version (expected vN or MODEL-vN)")
     body = Rollback(model=_checked_model(model), to=to, in_flight=in_flight)
     with session.client() as client, _view(session.terminal) as view:

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from loaderd.checkpoint.names import SIGNATURE_FILE
+from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE
 from loaderd.ctl import tables
 from loaderd.ctl.client import HASH_DEADLINE_S
 from loaderd.ctl.exit_codes import ExitCode
@@ -23,13 +23,19 @@ from loaderd.ctl.text import duration, printable, rate, size
 from loaderd.seal.check import verify_directory
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal
+from loaderd.signature.check import is_outdated
 from loaderd.signature.keys import KeyRefused, SigningKey, TrustedKey
 from shared.control import Verify, VerifyReport
-from shared.errors import DaemonUnreachable, InvalidRequest, SignatureRefused, UnknownVersion
+from shared.errors import DaemonUnreachable, InvalidRequest, UnknownVersion
 
 KEY_VARIABLE = "CHANGEOVER_KEY_PASSPHRASE"
 
 _MOST_JOBS = 32
+
+_STALE = (
+    f"warning: {SIGNATURE_FILE} does not cover the new {SEAL_FILE}; sign the folder again "
+    "(loaderctl seal DIR --key KEY), or remove it"
+)
 
 Jobs = Annotated[
     int | None,
@@ -74,22 +80,19 @@ def seal(
     session = session_of(context, is_json=json)
     # Before anything is hashed: a key that cannot be used is told at once.
     signing = _signing_key(session.terminal, key) if key is not None else None
-    stale = (
-        f"warning: {SIGNATURE_FILE} does not cover the new seal; sign again with --key, or remove it"
-        if signing is None and (directory / SIGNATURE_FILE).exists()
-        else ""
-    )
+
+    def hashing(progress: HashProgress) -> _Hashed:
+        made = seal_directory(directory, key=signing, jobs=jobs or _default_jobs(), progress=progress)
+        if signing is not None:
+            return _Hashed(made, signing.hint, key)
+        return _Hashed(made, warning=_STALE if is_outdated(directory, made) else "")
+
     _hash(
         session.terminal,
         directory,
         "sealed and signed" if signing is not None else "sealed",
         "interrupted: no seal was written; an older one is as it was",
-        lambda progress: _Hashed(
-            seal_directory(directory, key=signing, jobs=jobs or _default_jobs(), progress=progress),
-            signing.hint if signing is not None else "",
-            key,
-            stale,
-        ),
+        hashing,
     )
 
 
@@ -116,19 +119,15 @@ def verify(
     with --key, its signature."""
     session = session_of(context, is_json=json)
     if target not in (".", "..") and "/" not in target:
-        if key:
-            raise InvalidRequest(f"--key is for folders: {target} is a version, ./{target} a folder")
+        given = "--key" if key else "--jobs" if jobs is not None else ""
+        if given:
+            raise InvalidRequest(f"{given} is for folders: {target} is a version, ./{target} a folder")
         _verify_resident(session, folder_name(target))
         return
     trusted = [TrustedKey.read(path) for path in key or ()]
     directory = Path(target)
     if not directory.is_dir():
         raise InvalidRequest(f"{target} is not a folder")
-    if trusted and not os.path.lexists(directory / SIGNATURE_FILE):
-        raise SignatureRefused(
-            "does not exist: the folder is not signed (sign it with `loaderctl seal --key`)",
-            file=SIGNATURE_FILE,
-        )
 
     def hashing(progress: HashProgress) -> _Hashed:
         found = verify_directory(directory, trusted=trusted, jobs=jobs or _default_jobs(), progress=progress)

@@ -34,10 +34,18 @@ InFlight = Annotated[
 Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Which model, where it cannot be told.")]
 
 
-def is_to_wait(*, wait: bool, detach: bool) -> bool:
-    """What `--wait` and `--detach` say together; raises InvalidRequest for both."""
+def is_to_wait(*, wait: bool, detach: bool, timeout: float | None, dry_run: bool = False) -> bool:
+    """What the options about waiting say together; raises InvalidRequest where one would be of no use."""
+    given = {"--wait": wait, "--detach": detach, "--timeout": timeout is not None}
+    if dry_run and any(given.values()):
+        named = " and ".join(option for option, is_given in given.items() if is_given)
+        raise InvalidRequest(f"--dry-run starts nothing that could be waited for; leave out {named}")
     if wait and detach:
         raise InvalidRequest("--wait and --detach exclude each other")
+    if detach and timeout is not None:
+        raise InvalidRequest(
+            "--detach does not wait, and --timeout says for how long to wait; leave one of them out"
+        )
     return not detach
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from loaderd.checkpoint.checkpoint import Checkpoint, open_directory
 from loaderd.checkpoint.header import TensorSource
 from loaderd.checkpoint.names import SEAL_FILE
+from loaderd.remedy import SEAL_IT, SIGN_IT, remedied
 from loaderd.seal.create import assemble_seal
 from loaderd.seal.document import Seal, SealedTensor, read_seal
 from loaderd.seal.scan import FileScan, Progress, scan_checkpoint
@@ -94,22 +95,23 @@ def verify_directory(
     SignatureRefused as `check_signature` does.
     """
     with open_directory(directory) as checkpoint:
-        signed = check_signature(checkpoint, trusted) if trusted else None
+        with remedied():
+            signed = check_signature(checkpoint, trusted) if trusted else None
         seal = None
-        if checkpoint.seal_bytes is not None:
-            seal = read_seal(checkpoint.seal_bytes)
-            check_against(checkpoint, seal)
-        elif signed is None:
-            raise CheckpointError(
-                "does not exist: the folder is not sealed (seal it with `loaderctl seal`)", file=SEAL_FILE
-            )
+        with remedied(SEAL_IT if signed is None else SIGN_IT):
+            if checkpoint.seal_bytes is not None:
+                seal = read_seal(checkpoint.seal_bytes)
+                check_against(checkpoint, seal)
+            elif signed is None:
+                raise CheckpointError("does not exist: the folder is not sealed", file=SEAL_FILE)
         others = unread_files(checkpoint, signed) if signed is not None else ()
         scans = scan_checkpoint(checkpoint, others, jobs=jobs, progress=progress)
         checkpoint.verify_unchanged()
         if seal is not None:
             _check_scans(checkpoint, seal, scans)
         if signed is not None:
-            check_scans(signed, scans)
+            with remedied():
+                check_scans(signed, scans)
         return VerifiedFolder(
             assemble_seal(checkpoint, scans) if seal is None else seal,
             signed.key if signed is not None else None,

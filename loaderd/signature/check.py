@@ -9,14 +9,18 @@ ones: leaves and flat digest are of the same read.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from loaderd.checkpoint.checkpoint import Checkpoint
+from loaderd.checkpoint.folder import Folder
 from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE, shown
 from loaderd.checkpoint.replacement import is_temporary
+from loaderd.checkpoint.source_file import SourceFile
 from loaderd.seal.create import assemble_seal
-from loaderd.seal.document import Seal
+from loaderd.seal.document import Seal, encode_seal
 from loaderd.seal.scan import FileScan, Progress, scan_checkpoint
 from loaderd.signature.bundle import (
     SIGNATURE_LIMIT_BYTES,
@@ -27,7 +31,7 @@ from loaderd.signature.bundle import (
 from loaderd.signature.keys import TrustedKey
 from loaderd.signature.statement import Statement, read_statement
 from shared.digest import file_digest
-from shared.errors import SignatureRefused
+from shared.errors import CheckpointError, SignatureRefused
 from shared.ids import Digest
 
 
@@ -58,6 +62,24 @@ def authenticate(raw: bytes, trusted: Sequence[TrustedKey]) -> tuple[Statement, 
     raise refusal(f"is not a valid signature of {names}: what was signed has been altered")
 
 
+def is_outdated(directory: Path, seal: Seal) -> bool:
+    """Whether the folder has a `model.sig` and it does not cover this seal.  Blocking.
+
+    Who made the signature is not looked at: this tells what is of no use any more, not what is to be trusted.
+    """
+    if not os.path.lexists(directory / SIGNATURE_FILE):
+        return False
+    try:
+        with (
+            Folder.open(Path("/"), os.path.realpath(directory).lstrip("/")) as folder,
+            SourceFile.open(folder, SIGNATURE_FILE) as source,
+        ):
+            statement = read_statement(read_bundle(source.read_all(SIGNATURE_LIMIT_BYTES)).payload)
+    except CheckpointError:
+        return True
+    return statement.files.get(SEAL_FILE) != file_digest(encode_seal(seal))
+
+
 def check_signature(checkpoint: Checkpoint, trusted: Sequence[TrustedKey]) -> SignedFolder:
     """Hold the folder's listing and the files that were read on opening against its signature.  Blocking.
 
@@ -75,8 +97,10 @@ def check_signature(checkpoint: Checkpoint, trusted: Sequence[TrustedKey]) -> Si
             raise SignatureRefused(
                 "is not covered by the signature: the folder was sealed after it was signed", file=path
             )
-        left = ": left by a seal that was killed; seal and sign again, or remove it" * is_temporary(path)
-        raise SignatureRefused(f"is in the folder and not in the signature{left}", file=shown(path))
+        by_seal = ": a seal writes it, or was killed; when none runs, seal and sign again, or remove it"
+        raise SignatureRefused(
+            f"is in the folder and not in the signature{by_seal * is_temporary(path)}", file=shown(path)
+        )
     for path in sorted(statement.files.keys() - found.keys()):
         raise SignatureRefused("is in the signature and not in the folder", file=shown(path))
     if checkpoint.seal_bytes is not None:

@@ -27,7 +27,7 @@ WRONG = {
     "[7, 7]": "a list of 2",
     '["a", "a"]': "a list of 2",
     "{a = 1}": "a table",
-    "2026-01-02": "text or '2026-01-02'",
+    "2026-01-02": "2026-01-02 (text needs quotes)",
 }
 
 

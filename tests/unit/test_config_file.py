@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from enum import StrEnum
 from pathlib import Path
@@ -28,7 +27,6 @@ class DaemonConfig(ConfigModel):
     port: int = Field(default=1, ge=1, le=65535)
     drain_timeout_s: float = 30.0
     is_verbose: bool = False
-    since: datetime.datetime | None = None
     models: dict[str, ModelSection] = Field(default_factory=dict)
     name: str
 
@@ -55,7 +53,6 @@ def test_a_whole_file(tmp_path: Path) -> None:
         port = 8000
         drain_timeout_s = 5
         is_verbose = true
-        since = 2026-01-02T03:04:05Z
         [models.smollm2]
         verify = "sealed"
         roots = ["/srv/models", "/srv/more"]
@@ -66,7 +63,6 @@ def test_a_whole_file(tmp_path: Path) -> None:
         port=8000,
         drain_timeout_s=5.0,
         is_verbose=True,
-        since=datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
         models={
             "smollm2": ModelSection(verify=Verify.SEALED, roots=(Path("/srv/models"), Path("/srv/more")))
         },
@@ -100,6 +96,17 @@ def test_a_configuration_cannot_be_changed() -> None:
             "expected 'digest' or 'sealed', found 'none'",
         ),
         ("name = 'a'\n[models.m]\nroots = ['/a', 7]", "models.m.roots.1", "expected text, found 7"),
+        ("name = 2024-01-01", "name", "expected no date or time, found 2024-01-01 (text needs quotes)"),
+        (
+            "name = 'a'\nport = 07:32:00",
+            "port",
+            "expected no date or time, found 07:32:00 (text needs quotes)",
+        ),
+        (
+            "name = 'a'\n[models.m]\nroots = ['/a', 2024-01-01T07:32:00Z]",
+            "models.m.roots.1",
+            "expected no date or time, found 2024-01-01T07:32:00+00:00 (text needs quotes)",
+        ),
     ],
 )
 def test_a_fault_names_its_key(tmp_path: Path, text: str, key: str, reason: str) -> None:
@@ -112,6 +119,8 @@ def test_a_fault_names_its_key(tmp_path: Path, text: str, key: str, reason: str)
 def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
     error = _refusal(tmp_path, "port = 0\nprot = 1")
     assert error.facts["key"] == "port, name, prot"
+    error = _refusal(tmp_path, "port = 0\nname = 2024-01-01\nprot = 1")
+    assert error.facts["key"] == "name, port, prot"
 
 
 def test_many_faults_are_counted(tmp_path: Path) -> None:

@@ -177,6 +177,15 @@ def test_verbose_lists_the_checks(path: Path) -> None:
     _run(main)
 
 
+def test_a_verdict_without_parts_has_no_list_of_them(path: Path) -> None:
+    async def main() -> None:
+        async with _server(path, live=lambda: OK, ready=lambda: BAD), _client(path) as client:
+            assert (await client.get("/livez?verbose")).json() == {"status": "ok"}
+            assert (await client.get("/readyz?verbose")).json().keys() == {"status", "reason", "details"}
+
+    _run(main)
+
+
 def test_verdicts_are_asked_anew_each_time(path: Path) -> None:
     verdicts = [OK, BAD, OK]
 

@@ -46,6 +46,7 @@ PURE = (
     "loaderd.plan",
     "loaderd.proof",
     "loaderd.read_schedule",
+    "loaderd.remedy",
     "loaderd.residents",
     "loaderd.rollout",
     "loaderd.seal.document",

@@ -394,6 +394,21 @@ def test_a_folder_that_changes_while_it_is_verified(folder: Path) -> None:
         verify_directory(folder, progress=write)
 
 
+def test_a_folder_that_is_sealed_while_it_is_verified(folder: Path) -> None:
+    seal_directory(folder)
+
+    def seal_too(done: int, total: int) -> None:
+        if done == total:
+            seal_directory(folder)
+
+    with pytest.raises(CheckpointError) as caught:
+        verify_directory(folder, progress=seal_too)
+    assert str(caught.value) == (
+        "seal.json: was replaced while the folder was read: the folder is being sealed or copied over; "
+        "try again when nothing writes to the folder"
+    )
+
+
 def test_an_unsealed_folder_cannot_be_verified(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^seal\.json: does not exist"):
         verify_directory(folder)

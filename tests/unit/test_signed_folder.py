@@ -396,7 +396,7 @@ def test_a_signature_that_is_replaced_while_a_folder_is_read(signed: Path, keys:
         found = check_signature(checkpoint, (keys.trusted,))
         assert checkpoint.seal_bytes is not None
         (signed / "model.sig").write_text("{}")
-        with pytest.raises(CheckpointError, match=r"^model\.sig: was replaced while it was read"):
+        with pytest.raises(CheckpointError, match=r"^model\.sig: was replaced while the folder was read"):
             prove(checkpoint, found, read_seal(checkpoint.seal_bytes))
 
 
@@ -581,6 +581,6 @@ def test_what_cannot_be_removed_is_told(folder: Path, keys: KeyPair) -> None:
 def test_what_a_later_seal_left_in_a_signed_folder_is_named(signed: Path, keys: KeyPair) -> None:
     (signed / LEFT[0]).write_text("half of")
     assert refusal(signed, keys) == (
-        f"{LEFT[0]}: is in the folder and not in the signature: left by a seal that was killed; seal and "
-        "sign again, or remove it"
+        f"{LEFT[0]}: is in the folder and not in the signature: a seal writes it, or was killed; "
+        "when none runs, seal and sign again, or remove it"
     )

@@ -157,10 +157,10 @@ def test_a_claim_waits_for_another_but_not_for_ever(path: Path, monkeypatch: pyt
 
 def test_a_refused_bind_leaves_nothing_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_path: Path) -> tuple[int, int]:
-        raise PermissionError(13, "Permission denied")
+        raise OSError(12, "Cannot allocate memory")
 
     before = _fds()
     monkeypatch.setattr(unix_listener, "_identity", refuse)
-    with pytest.raises(DriverError, match=r"bind\(.*daemon.sock\) failed with 13"):
+    with pytest.raises(DriverError, match=r"bind\(.*daemon.sock\) failed with 12"):
         UnixListener(path, mode=0o600)
     assert _fds() == before

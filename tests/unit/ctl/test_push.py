@@ -182,6 +182,39 @@ def test_a_wrong_command_line_is_exit_2_and_asks_nothing(tmp_path: Path, argumen
 
 
 @pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (
+            ("push", "v2", "--detach", "--timeout", "5"),
+            "--detach does not wait, and --timeout says for how long",
+        ),
+        (
+            ("rollback", "--timeout", "0", "--detach"),
+            "--detach does not wait, and --timeout says for how long",
+        ),
+        (
+            ("push", "v2", "--dry-run", "--detach"),
+            "--dry-run starts nothing that could be waited for; leave out --detach",
+        ),
+        (("push", "v2", "--dry-run", "--wait", "--timeout", "5"), "leave out --wait and --timeout"),
+        (
+            ("verify", "tiny-v2", "--jobs", "2"),
+            "--jobs is for folders: tiny-v2 is a version, ./tiny-v2 a folder",
+        ),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_told_why_and_nothing_is_asked(
+    tmp_path: Path, arguments: tuple[str, ...], why: str
+) -> None:
+    with ScriptedDaemon(tmp_path) as daemon:
+        ran = run(tmp_path, *arguments)
+        assert daemon.asked == []
+    assert (ran.code, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("error: ")
+    assert why in ran.stderr
+
+
+@pytest.mark.parametrize(
     "arguments", [("push", "smollm2-v1/"), ("diff", "smollm2-v1", "/srv/models/smollm2-v2")]
 )
 def test_a_path_in_place_of_a_name_is_told_what_is_expected(

@@ -82,6 +82,19 @@ def test_versions_shows_what_is_resident_and_what_could_be_pushed(tmp_path: Path
     assert "smollm2-v4 257.0 MiB broken no /srv/models" in rows
 
 
+@pytest.mark.parametrize("verified", ["digest", "sealed", "signed"])
+def test_versions_shows_what_each_was_held_against(tmp_path: Path, verified: str) -> None:
+    report = reports.versions_report()
+    version = report.resident[0].model_copy(update={"verified": verified})
+    with ScriptedDaemon(tmp_path) as daemon:
+        daemon.on("versions", report.model_copy(update={"resident": (version,)}))
+        shown = run(tmp_path, "versions").stdout.splitlines()
+        (found,) = run(tmp_path, "versions", "--json").json_lines
+    column = shown[1].index("verified")
+    assert shown[2][column:].split()[0] == verified
+    assert found["resident"][0]["verified"] == verified  # type: ignore[index]
+
+
 def test_history_asks_for_what_was_wanted_and_shows_it_oldest_first(tmp_path: Path) -> None:
     with ScriptedDaemon(tmp_path) as daemon:
         daemon.on("history", reports.history())

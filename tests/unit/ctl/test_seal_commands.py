@@ -13,12 +13,18 @@ import pytest
 from loaderd.ctl import tables
 from loaderd.ctl.hash_progress import HashProgress
 from loaderd.ctl.terminal import Terminal
+from loaderd.remedy import SEAL_IT, SIGN_IT
+from loaderd.signature.create import sign_files
+from loaderd.signature.keys import SigningKey
+from shared.digest import file_digest
 from shared.errors import UnknownVersion
 from tests.support.signing import KeyPair, make_keys
 from tests.unit.checkpoint_files import content, write_sharded
 from tests.unit.ctl import reports
 from tests.unit.ctl.command_line import OnTerminal, environment, run
 from tests.unit.ctl.scripted_daemon import ScriptedDaemon
+
+STALE = "warning: model.sig does not cover the new seal.json; "
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def test_a_folder_without_a_seal_is_exit_3_and_one_that_is_not_there_is_exit_2(
 ) -> None:
     unsealed = run(tmp_path, "verify", "tiny-v1/")
     assert unsealed.code == 3
-    assert "the folder is not sealed (seal it with `loaderctl seal`)" in unsealed.stderr
+    assert unsealed.stderr == f"error: seal.json: does not exist: the folder is not sealed{SEAL_IT}\n"
     assert run(tmp_path, "verify", "./nothing").code == 2
     assert run(tmp_path, "seal", "nothing").code == 2
 
@@ -200,7 +206,7 @@ def test_a_folder_without_a_signature_is_exit_3(tmp_path: Path, folder: Path, ke
     run(tmp_path, "seal", "tiny-v1")
     ran = run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public))
     assert ran.code == 3
-    assert "the folder is not signed (sign it with `loaderctl seal --key`)" in ran.stderr
+    assert ran.stderr == f"error: model.sig: does not exist: the folder is not signed{SIGN_IT}\n"
 
 
 def test_a_signature_by_another_key(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
@@ -221,6 +227,15 @@ def test_what_was_altered_after_signing(tmp_path: Path, folder: Path, keys: KeyP
     refused = run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public))
     assert refused.code == 3
     assert refused.stderr.startswith("error: config.json: is sha256:")
+    assert refused.stderr.endswith(f": altered after signing{SIGN_IT}\n")
+
+
+def test_a_seal_that_is_not_of_this_folder_is_told_with_what_to_do(tmp_path: Path, folder: Path) -> None:
+    run(tmp_path, "seal", "tiny-v1")
+    (folder / "generation_config.json").write_text("{}")
+    ran = run(tmp_path, "verify", "tiny-v1/")
+    assert ran.code == 3
+    assert ran.stderr == f"error: generation_config.json: is in the folder and not in the seal{SEAL_IT}\n"
 
 
 def test_a_key_that_cannot_be_used_is_told_before_anything_is_hashed(tmp_path: Path, folder: Path) -> None:
@@ -254,11 +269,49 @@ def test_sealing_without_a_key_leaves_a_signature_that_is_none_any_more(
     (folder / "config.json").write_text("{}")
     ran = run(tmp_path, "seal", "tiny-v1")
     assert ran.code == 0
-    assert ran.stderr.startswith("warning: model.sig does not cover the new seal;")
+    assert ran.stderr.startswith(STALE)
     assert (
         "the seal was altered after signing"
         in run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public)).stderr
     )
+
+
+def test_sealing_again_what_has_not_changed_keeps_the_signature_and_does_not_warn(
+    tmp_path: Path, folder: Path, keys: KeyPair
+) -> None:
+    run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
+    ran = run(tmp_path, "seal", "tiny-v1")
+    assert (ran.code, ran.stderr) == (0, "")
+    assert run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public)).code == 0
+    # A damaged seal that is made again as it was signed is covered as well.
+    (folder / "seal.json").write_text("damaged")
+    ran = run(tmp_path, "seal", "tiny-v1")
+    assert (ran.code, ran.stderr) == (0, "")
+    assert run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public)).code == 0
+
+
+@pytest.mark.parametrize("signature", ["not covering the seal", "unreadable", "a folder", "a broken link"])
+def test_a_signature_of_no_use_is_warned_of(
+    tmp_path: Path, folder: Path, keys: KeyPair, signature: str
+) -> None:
+    path = folder / "model.sig"
+    match signature:
+        case "not covering the seal":
+            signed = {file.name: file_digest(file.read_bytes()) for file in folder.iterdir()}
+            path.write_bytes(
+                sign_files("tiny-v1", signed, SigningKey.read(keys.private, str), has_symlinks=False)
+            )
+            assert run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public)).code == 0
+        case "unreadable":
+            path.write_text("{}")
+        case "a folder":
+            path.mkdir()
+        case _:
+            path.symlink_to("nowhere")
+    ran = run(tmp_path, "seal", "tiny-v1")
+    assert ran.code == 0
+    assert ran.stderr.startswith(STALE)
+    assert run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public)).code == 3
 
 
 def test_a_seal_that_was_not_written_does_not_outdate_a_signature(tmp_path: Path, folder: Path) -> None:
