@@ -13,7 +13,8 @@ from loaderd.host import Host
 from loaderd.leases import Lease
 from loaderd.lifecycle import VersionEvent, VersionState
 from loaderd.operations import Kind, Operation
-from loaderd.planning import OpenedCheckpoint, naming
+from loaderd.planning import OpenedCheckpoint
+from loaderd.remedy import remedied
 from loaderd.rollout_driver import RolloutDriver, RolloutLimits
 from loaderd.version_load import VersionLoad
 from loaderd.versions import Version, cause_of
@@ -103,7 +104,10 @@ class Deployment:
             raise
 
     async def _load(self, operation: Operation, opened: OpenedCheckpoint, expected: Digest | None) -> Version:
-        with VersionLoad(operation, opened, self.devices, self._host) as load, naming(opened.folder):
+        with (
+            VersionLoad(operation, opened, self.devices, self._host) as load,
+            remedied(folder=opened.folder),
+        ):
             self._loading = load
             try:
                 await load.prove()

@@ -16,7 +16,7 @@ from loaderd.checkpoint.listing import list_folders
 from loaderd.deployment import Deployment
 from loaderd.host import Host
 from loaderd.lifecycle import VersionState
-from loaderd.planning import naming
+from loaderd.remedy import remedied
 from loaderd.scrub import Scrub
 from loaderd.seal.document import read_seal
 from loaderd.seal.glance import SealGlance
@@ -196,7 +196,7 @@ class Inquiries:
     def _content_of_folder(self, name: str) -> Content:
         """From the seal.  Raises InvalidRequest where there is none: to read every byte of a folder is
         work that a reader may not cause.  Blocking."""
-        with naming(name), open_checkpoint(self._roots, name) as checkpoint:
+        with remedied(folder=name), open_checkpoint(self._roots, name) as checkpoint:
             if checkpoint.seal_bytes is None:
                 raise InvalidRequest(
                     f"{name} is not resident and has no seal to be compared by (seal it: "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,25 +68,20 @@ class OpenedCheckpoint:
         self.checkpoint.close()
 
 
-def naming(folder: str, step: str = "") -> AbstractContextManager[None]:
-    """`remedied` for a version's folder, which is named beside the file."""
-    return remedied(step, folder=folder)
-
-
 def open_checked(
     roots: Sequence[Path], folder: str, ref: VersionRef, config: ModelConfig
 ) -> OpenedCheckpoint:
     """What `Planner.open` gives.  Blocking."""
-    with naming(folder):
+    with remedied(folder=folder):
         checkpoint = open_checkpoint(roots, folder)
     try:
         seal = signed = None
         if config.verify == "signed":
             # Before the seal is parsed: an altered one is told as such.
-            with naming(folder):
+            with remedied(folder=folder):
                 signed = check_signature(checkpoint, config.trusted_keys)
         if checkpoint.seal_bytes is not None:
-            with naming(folder, SEAL_IT if signed is None else SIGN_IT):
+            with remedied(SEAL_IT if signed is None else SIGN_IT, folder=folder):
                 seal = read_seal(checkpoint.seal_bytes)
                 check_against(checkpoint, seal)
                 if signed is not None:
