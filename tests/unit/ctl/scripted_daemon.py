@@ -26,7 +26,8 @@ Handler = Callable[[Verb], Answer]
 class ScriptedDaemon:
     """ROUTER and XPUB on a run directory.  Asked for a verb without a handler, it fails the test.
 
-    A handler's answer is a result, an error, raw bytes for the frame, or None for silence.
+    A handler's answer is a result, an error, raw bytes for the frame, or None for silence.  Where a client
+    waits for it already, handlers come before it starts.
     """
 
     def __init__(self, run_dir: Path, generation: str = "generation-1") -> None:

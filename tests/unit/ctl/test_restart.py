@@ -49,8 +49,9 @@ def test_a_restart_in_mid_push_is_said_once_and_then_waited_out(tmp_path: Path) 
         daemon.stop()
         assert process.stderr is not None
         said = process.stderr.readline()
-    with ScriptedDaemon(tmp_path, "generation-2") as daemon:
-        daemon.play([reports.operation(stage="preparing"), reports.ended()])
+    with ScriptedDaemon(tmp_path, "generation-2").play(
+        [reports.operation(stage="preparing"), reports.ended()]
+    ):
         ran = finish(process)
     assert said.endswith("try: systemctl status loaderd; still trying, the operation may go on\n")
     assert "sent" not in said
@@ -66,8 +67,7 @@ def test_a_restart_is_said_above_the_bars_of_a_terminal(tmp_path: Path) -> None:
         daemon.wait_asked("operation", 2)
         daemon.stop()
         terminal.read_until("still trying")
-    with ScriptedDaemon(tmp_path, "generation-2") as daemon:
-        daemon.play([reports.ended()])
+    with ScriptedDaemon(tmp_path, "generation-2").play([reports.ended()]):
         ran = terminal.finish()
     assert ran.code == 0
     assert ran.screen.count("still trying") == 1
@@ -81,8 +81,8 @@ def test_a_push_that_the_new_daemon_does_not_know_is_exit_3(tmp_path: Path, is_j
         process = spawn(tmp_path, "push", "smollm2-v2", *(["--json"] if is_json else []))
         daemon.wait_asked("operation", 2)
         daemon.stop()
-    with ScriptedDaemon(tmp_path, "generation-2") as daemon:
-        daemon.on("operation", InvalidRequest(f"no operation {OPERATION} since loaderd started"))
+    unknown = InvalidRequest(f"no operation {OPERATION} since loaderd started")
+    with ScriptedDaemon(tmp_path, "generation-2").on("operation", unknown):
         ran = finish(process)
     assert ran.code == 3
     if is_json:
