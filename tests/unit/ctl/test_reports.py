@@ -150,8 +150,7 @@ def test_watch_shows_it_again_after_an_event_and_survives_a_restart(tmp_path: Pa
         daemon.stop()
         assert process.stderr is not None
         assert "loaderd" in process.stderr.readline()
-    with ScriptedDaemon(tmp_path, "generation-2") as daemon:
-        daemon.on("status", reports.status(pid=3))
+    with ScriptedDaemon(tmp_path, "generation-2").on("status", reports.status(pid=3)) as daemon:
         daemon.wait_asked("status", 2)
         process.send_signal(signal.SIGINT)
         ran = finish(process)
