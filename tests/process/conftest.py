@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from loaderd.seal.create import seal_directory
-from tests.support.tiny_models import derive, greedy_texts, low_rank, make_model
+from tests.support.reference import greedy_texts
+from tests.support.tiny_models import derive, low_rank, make_model
 
 PROMPTS = (
     "The capital of France is",
