@@ -142,6 +142,8 @@ def test_an_allocation_that_no_case_needs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_time_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy with other things is no finding."""
-    planted(monkeypatch, lambda: time.sleep(0.01))
+    slept: list[None] = []
+    planted(monkeypatch, lambda: slept.append(time.sleep(0.01)))
     monkeypatch.setattr(fuzzer, "CPU_LIMIT_S", 0.005)
     run(TARGETS["header"], range(100))
+    assert slept

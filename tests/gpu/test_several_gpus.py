@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import zlib
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from shared import _native
+from shared.digest import LEAF_BYTES
 from shared.errors import InvariantError, ProtocolError
 from shared.ids import DeviceId
 from shared.memory.backend import Slab
@@ -21,8 +21,7 @@ from tests.gpu.driver_calls import memset
 from tests.gpu.slabs import STEP_BYTES, encode, make_data, peer, sealed
 from tests.support.gpu import visible_gpus
 from tests.support.replica import replica_of
-
-LEAF_BYTES = 256 << 10
+from tests.support.resident import leaves_of
 
 
 @pytest.fixture
@@ -30,12 +29,6 @@ def gpus(gpu: DeviceId) -> tuple[DeviceId, ...]:
     if len(visible_gpus()) < 2:
         pytest.skip("fewer than two CUDA devices")
     return visible_gpus()
-
-
-def leaves_of(data: bytes) -> bytes:
-    return b"".join(
-        hashlib.sha256(data[at : at + LEAF_BYTES]).digest() for at in range(0, len(data), LEAF_BYTES)
-    )
 
 
 def replicas(backend: CudaBackend, slab: Slab, gpus: Sequence[DeviceId]) -> list[Slab]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from loaderd.seal.create import seal_directory
-from tests.support.tiny_models import derive, greedy_texts, low_rank, make_model
+from tests.support.reference import greedy_texts
+from tests.support.serving_host import ServingHost, serving_host
+from tests.support.tiny_models import derive, low_rank, make_model
 
 PROMPTS = (
     "The capital of France is",
@@ -42,3 +45,12 @@ def expected(models: Path) -> Expected:
     for prompt in PROMPTS:
         assert len({answers[version][prompt] for version in answers}) == len(answers)
     return answers
+
+
+@pytest.fixture(scope="module")
+def host(models: Path) -> Iterator[ServingHost]:
+    """loaderd and one inferd, on which no version is yet; a module that needs others has its own."""
+    with serving_host(models) as host:
+        host.start_loaderd()
+        host.start_inferd()
+        yield host

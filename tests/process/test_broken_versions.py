@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from tests.support.tiny_models import (
     make_model,
     not_a_number,
 )
-from tests.unit.checkpoint_files import pack, safetensors, write_sharded, write_single
+from tests.unit.checkpoint_files import pack, ranges, safetensors, write_sharded, write_single
 
 REQUEST_FIELDS = {"protocol": PROTOCOL_VERSION, "request_id": "r", "deadline_ns": (1 << 63) - 1}
 VICTIM = "model.layers.2.mlp.down_proj.weight"
@@ -223,14 +222,6 @@ def raw(data: bytes) -> Callable[[Path], None]:
         (folder / SINGLE).write_bytes(data)
 
     return make
-
-
-def ranges(first: tuple[int, int], second: tuple[int, int], data_bytes: int) -> bytes:
-    header = {
-        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-        for name, (begin, end) in {"one": first, "two": second}.items()
-    }
-    return pack(json.dumps(header), bytes(data_bytes))
 
 
 def lacking_tensor(folder: Path) -> None:

@@ -38,4 +38,5 @@ def test_the_demo_passes_with_the_generated_model_and_reports_what_it_measured(t
     assert report["itl_ms_quiet"]["count"] > 0
     assert report["itl_ms_push"]["count"] > 0
     assert 0 < report["version_weight_bytes"] <= report["peak_weight_bytes"]
+    assert report["versions"]
     assert all(version["requests"] > 0 for version in report["versions"])

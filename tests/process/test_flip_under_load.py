@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
 from tests.process.conftest import NEW_TOKENS, PROMPTS, Expected
-from tests.support.serving_host import MODEL, ServingHost, serving_host
+from tests.support.serving_host import MODEL, ServingHost
 from tests.support.traffic import Traffic
-
-
-@pytest.fixture(scope="module")
-def host(models: Path) -> Iterator[ServingHost]:
-    with serving_host(models) as host:
-        host.start_loaderd()
-        host.start_inferd()
-        yield host
 
 
 def test_no_request_fails_or_mixes_versions_while_they_change(host: ServingHost, expected: Expected) -> None:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from loaderd.ctl.exit_codes import ExitCode
 from tests.process.conftest import NEW_TOKENS, PROMPTS, Expected
-from tests.support.serving_host import ServingHost, serving_host
+from tests.support.serving_host import ServingHost
 from tests.support.traffic import AnswerError
-
-
-@pytest.fixture(scope="module")
-def host(models: Path) -> Iterator[ServingHost]:
-    with serving_host(models) as host:
-        host.start_loaderd()
-        host.start_inferd()
-        yield host
 
 
 @pytest.mark.parametrize("policy", ["switch", "restart"])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.process.conftest import NEW_TOKENS, PROMPTS, Expected
+from tests.support.reference import greedy_texts
 from tests.support.serving_host import ServingHost, serving_host
-from tests.support.tiny_models import greedy_texts
 from tests.support.traffic import AnswerError
 
 LONG = 1_500

@@ -12,6 +12,8 @@
 
 namespace changeover::stress {
 
+inline constexpr std::uint64_t kDeviceBytes = std::uint64_t{1} << 30;  // of each, until it is set
+
 struct FakeCuda {
   // Let the n-th call from now on (1 is the next) of those that can fail answer `result`; 0 is never.
   void (*fail_call)(int nth, int result);

@@ -1,13 +1,9 @@
 // Host slabs on a kernel that interrupts, answers short and fails; and while threads read and close.
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
-#include <iterator>
 #include <latch>
 #include <memory>
 #include <thread>
@@ -18,6 +14,7 @@
 #include "error.hpp"
 #include "faulty_kernel.hpp"
 #include "host_slab.hpp"
+#include "memory_file.hpp"
 
 using namespace changeover;
 using namespace changeover::stress;
@@ -25,26 +22,6 @@ using namespace changeover::stress;
 namespace {
 
 constexpr std::uint64_t kSlabBytes = std::uint64_t{52} << 20;  // more than one block of pages
-
-class File {
- public:
-  explicit File(std::uint64_t nbytes) : bytes(nbytes), fd(::memfd_create("file", MFD_CLOEXEC)) {
-    std::uint32_t word = 1;
-    for (std::byte& byte : bytes) byte = static_cast<std::byte>((word = word * 1664525 + 1013904223) >> 24);
-    CHECK(::write(fd.borrow(), bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
-  }
-  std::uint32_t crc(std::uint64_t offset, std::uint64_t nbytes) const {
-    return crc32(std::span(bytes).subspan(offset, nbytes));
-  }
-
-  std::vector<std::byte> bytes;
-  UniqueFd fd;
-};
-
-std::size_t open_fds() {
-  const std::filesystem::directory_iterator fds("/proc/self/fd");
-  return static_cast<std::size_t>(std::distance(begin(fds), end(fds)));
-}
 
 void reads_survive_interrupts_and_short_answers() {
   const auto budget = std::make_shared<Budget>(std::nullopt);

@@ -59,7 +59,7 @@ for kind in tsan asan; do
   for lack in io-uring cachestat probes; do
     passes $kind extent_reader_faults "$root/build" without-$lack
   done
-  passes $kind cuda_slab_faults
+  for subject in slab filling replica; do passes $kind cuda_${subject}_faults; done
   passes $kind digest_edges
   passes $kind sha256_kernel
   is_found $kind broken_slot_race

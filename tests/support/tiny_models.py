@@ -1,21 +1,15 @@
-"""Small random Llamas on disk, the versions derived from them, and what each must answer."""
+"""Small random Llamas on disk, and the versions derived from them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from loaderd.seal.create import seal_directory
 from tests.unit.engine.checkpoints import CHAT_TEMPLATE, update_low_rank
@@ -135,18 +129,3 @@ def change_config(folder: Path, **changes: object) -> None:
     """Overwrite keys of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def greedy_texts(folder: Path, prompts: Sequence[str], max_tokens: int) -> dict[str, str]:
-    """What `transformers` itself generates in float32, by prompt, without an end token."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    texts: dict[str, str] = {}
-    for prompt in prompts:
-        ids = torch.tensor([tokenizer(prompt).input_ids])
-        with torch.inference_mode():
-            output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens
-            )
-        texts[prompt] = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    return texts

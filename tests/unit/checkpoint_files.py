@@ -31,6 +31,15 @@ def safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     return pack(json.dumps(header), data)
 
 
+def ranges(first: tuple[int, int], second: tuple[int, int], data_bytes: int) -> bytes:
+    """A file of the U8 tensors `one` and `two` that says of each that it is where the range says."""
+    header = {
+        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for name, (begin, end) in {"one": first, "two": second}.items()
+    }
+    return pack(json.dumps(header), bytes(data_bytes))
+
+
 def content(seed: int, nbytes: int) -> bytes:
     """Bytes that differ by seed and do not repeat within a leaf."""
     return b"".join(struct.pack("<II", seed, index) for index in range(-(-nbytes // 8)))[:nbytes]

@@ -37,10 +37,10 @@ from shared.messages import InFlight
 from shared.resident import ResidentVersion
 from shared.run_dir import listen_seqpacket
 from shared.supervisor import Supervisor
+from tests.support.procfs import open_fds
 from tests.unit.checkpoint_files import content, write_single
 from tests.unit.engine.fake_engine import FakeEngine
 from tests.unit.memory.fake_backend import FakeBackend, FakeMemory
-from tests.unit.memory.resources import open_fds
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
 MODEL = "toy"

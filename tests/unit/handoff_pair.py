@@ -26,9 +26,9 @@ from shared.ids import HOST_DEVICE, Generation, VersionTag
 from shared.memory.host import HostBackend
 from shared.resident import ResidentVersion
 from shared.run_dir import listen_seqpacket
+from tests.support.procfs import open_fds
 from tests.support.resident import make_resident
 from tests.unit.engine.fake_engine import FakeEngine
-from tests.unit.memory.resources import open_fds
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from loaderd.seal.check import check_against
 from loaderd.seal.create import seal_directory
 from loaderd.seal.document import read_seal
 from shared.errors import CheckpointError
-from tests.unit.checkpoint_files import content, pack, safetensors, write_sharded, write_single
+from tests.unit.checkpoint_files import content, pack, ranges, safetensors, write_sharded, write_single
 
 TENSORS = {"a": ("U8", [4], b"aaaa"), "b": ("F32", [2], b"bbbbbbbb")}
 SINGLE = "model.safetensors"
@@ -67,14 +67,6 @@ ENTRY = '{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
 def test_c2_a_duplicate_key(tmp_path: Path, key: str) -> None:
     error = refused(with_file(tmp_path / "m-v1", pack(f'{{"w":{ENTRY},"{key}":{ENTRY}}}', b"xx")))
     assert (error.file, error.tensor, error.reason) == (SINGLE, "w", "duplicate key 'w'")
-
-
-def ranges(first: tuple[int, int], second: tuple[int, int], data_bytes: int) -> bytes:
-    header = {
-        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-        for name, (begin, end) in {"one": first, "two": second}.items()
-    }
-    return pack(json.dumps(header), bytes(data_bytes))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from loaderd.checkpoint.folder import Folder
 from loaderd.checkpoint.listing import list_folders
 from loaderd.checkpoint.source_file import SourceFile
 from shared.errors import CheckpointError, InvariantError, UnknownVersion
+from tests.support.procfs import open_fds
 from tests.unit.checkpoint_files import pack, safetensors, write_sharded, write_single
 
 TENSORS = {"w": ("U8", [4], b"wwww")}
@@ -24,11 +25,6 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "models"
     root.mkdir()
     return root
-
-
-def open_fds() -> set[tuple[str, str]]:
-    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return {(link.name, str(link.readlink())) for link in links if link.is_symlink()}
 
 
 def test_the_hub_layout_works(root: Path) -> None:

@@ -18,12 +18,9 @@ from shared.codec import HANDOFF_FRAME_BYTES
 from shared.errors import DriverError, InvariantError, PeerGone, ProtocolError
 from shared.fdpass import ReceivedFds, SeqpacketChannel
 from shared.handoff import FDS_PER_FRAME
+from tests.support.procfs import open_fds
 
 Scene = Callable[[SeqpacketChannel, SeqpacketChannel], Awaitable[None]]
-
-
-def open_fds() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 def play(scene: Scene) -> None:
@@ -58,7 +55,8 @@ def room_for(more: int) -> Iterator[None]:
     """Let this process open only so many fds more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fillers: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in open_fds()) + more + 1, hard))
+    highest = max(int(fd.name) for fd in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + more + 1, hard))
     try:
         with suppress(OSError):
             while True:

@@ -117,20 +117,20 @@ def test_journald_is_told_the_priority(out: io.StringIO, method: str, priority: 
 
 
 def test_library_loggers_take_the_same_path(out: io.StringIO) -> None:
-    library = logging.getLogger("test_logs.library")
+    library = logging.getLogger(f"{__name__}.library")
     elsewhere = io.StringIO()
     library.addHandler(logging.StreamHandler(elsewhere))
     library.propagate = False
     configure_logs(stream=out)
     library.warning("%d weights", 3)
-    late = logging.getLogger("test_logs.late")
+    late = logging.getLogger(f"{__name__}.late")
     late.addHandler(logging.StreamHandler(elsewhere))
     late.propagate = False
     route_library_logs()
     late.warning("late")
     assert [(line["logger"], line["event"]) for line in _lines(out)] == [
-        ("test_logs.library", "3 weights"),
-        ("test_logs.late", "late"),
+        (f"{__name__}.library", "3 weights"),
+        (f"{__name__}.late", "late"),
     ]
     assert elsewhere.getvalue() == ""
 

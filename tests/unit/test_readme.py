@@ -69,5 +69,6 @@ def test_every_file_and_folder_that_it_names_exists(path: tuple[str, str]) -> No
 
 
 def test_every_python_block_compiles() -> None:
+    assert blocks("python")
     for block in blocks("python"):
         compile(block, "README.md", "exec")

@@ -14,15 +14,12 @@ from shared import unix_listener
 from shared.errors import DriverError, ResourceError
 from shared.run_dir import PATH_BYTES
 from shared.unix_listener import UnixListener
+from tests.support.procfs import open_fds
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "daemon.sock"
-
-
-def _fds() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))  # noqa: PTH208  names alone
 
 
 def _connect(path: Path) -> None:
@@ -31,13 +28,13 @@ def _connect(path: Path) -> None:
 
 
 def test_the_file_lives_as_long_as_the_listener(path: Path) -> None:
-    before = _fds()
+    before = open_fds()
     with UnixListener(path, mode=0o640) as listener:
         assert not listener.socket.getblocking()
         assert path.stat().st_mode & 0o777 == 0o640
         _connect(path)
     assert not path.exists()
-    assert _fds() == before
+    assert open_fds() == before
 
 
 def test_the_umask_does_not_narrow_the_mode(path: Path) -> None:
@@ -144,10 +141,10 @@ def test_a_claim_waits_for_another_but_not_for_ever(path: Path, monkeypatch: pyt
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
-        before = _fds()
+        before = open_fds()
         with pytest.raises(ResourceError, match="locked by another process"):
             UnixListener(path, mode=0o600)
-        assert _fds() == before
+        assert open_fds() == before
         assert not path.exists()
     finally:
         os.close(directory)
@@ -159,8 +156,8 @@ def test_a_refused_bind_leaves_nothing_open(path: Path, monkeypatch: pytest.Monk
     def refuse(_path: Path) -> tuple[int, int]:
         raise OSError(12, "Cannot allocate memory")
 
-    before = _fds()
+    before = open_fds()
     monkeypatch.setattr(unix_listener, "_identity", refuse)
     with pytest.raises(DriverError, match=r"bind\(.*daemon.sock\) failed with 12"):
         UnixListener(path, mode=0o600)
-    assert _fds() == before
+    assert open_fds() == before

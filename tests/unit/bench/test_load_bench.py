@@ -330,7 +330,7 @@ def test_a_worker_that_is_not_done_when_the_time_is_up_is_ended(
     run: load.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "_LEAST_S", 0)
-    monkeypatch.setattr(run, "_deadline", load.time.monotonic() + 2)
+    monkeypatch.setattr(run, "_deadline", load.time.monotonic() + 0.5)
     _instead_of_the_worker(
         monkeypatch,
         "import sys, time\nwhile True: open(sys.argv[2], 'w').write('{}'); time.sleep(0.2)",

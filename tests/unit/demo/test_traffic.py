@@ -69,6 +69,7 @@ def test_each_answer_is_recorded_with_every_version_that_its_stream_named() -> N
     server = Server(second_fingerprint="v2@y")
     plans = (ClientPlan("a", (CHAT,), session="s1"), ClientPlan("b", (TEXT,)))
     traffic = asyncio.run(one_round(server, *plans))
+    assert {answer.session for answer in traffic.answers} == {"s1", None}
     for answer in traffic.answers:
         assert (answer.text, answer.finish, answer.error) == ("Bonjour", "stop", "")
         assert answer.header == "v1@x"
@@ -83,6 +84,7 @@ def test_each_answer_is_recorded_with_every_version_that_its_stream_named() -> N
 def test_an_error_is_part_of_the_record_and_is_not_retried() -> None:
     server = Server(status="503 Service Unavailable")
     traffic = asyncio.run(one_round(server, ClientPlan("a", (CHAT,))))
+    assert traffic.answers
     assert all("InternalServerError" in answer.error for answer in traffic.answers)
     assert len(server.heads) == len(traffic.answers)
 

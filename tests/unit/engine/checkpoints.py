@@ -18,6 +18,10 @@ CHAT_TEMPLATE = (
     "{{ message['role'] + ': ' + message['content'] + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+NEW_TOKENS = 16
+"""What a test of equality with `transformers` has each prompt answered with."""
+
 PROMPTS = (
     "The capital of France is",
     "Once upon a time there was a",

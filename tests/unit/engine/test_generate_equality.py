@@ -5,35 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inferd.engine.protocol import SamplingParams
+from tests.support.reference import greedy_tokens
 
-from .checkpoints import PROMPTS
+from .checkpoints import NEW_TOKENS, PROMPTS
 from .sessions import EngineSession
 
-NEW_TOKENS = 16
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0)
 
 
 @pytest.fixture(scope="module")
 def expected(f32_folder: Path) -> dict[str, list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(f32_folder)
-    model = AutoModelForCausalLM.from_pretrained(f32_folder, dtype=torch.float32).eval()
-    answers: dict[str, list[int]] = {}
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer(prompt).input_ids])
-        with torch.inference_mode():
-            output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS
-            )
-        answers[prompt] = output[0, ids.shape[1] :].tolist()
-    return answers
+    return {prompt: list(ids) for prompt, ids in greedy_tokens(f32_folder, PROMPTS, NEW_TOKENS).items()}
 
 
 def test_there_are_enough_prompts() -> None:
-    assert len(PROMPTS) >= 20
+    assert len(set(PROMPTS)) >= 20
 
 
 def test_alone(session: EngineSession, f32_folder: Path, expected: dict[str, list[int]]) -> None:

@@ -108,7 +108,9 @@ def test_bfloat16_logits_are_within_rounding_of_transformers(
         wanted = torch.log_softmax(logits, -1)
         # bfloat16 has 8 significant bits: four units in the last place of the largest logit.
         tolerance = 4 * 2.0**-8 * max(1.0, float(logits.abs().max()))
-        for item in answer.outputs[0].logprobs[0][1]:
+        said = answer.outputs[0].logprobs[0][1]
+        assert len(said) == 20
+        for item in said:
             assert item.logprob == pytest.approx(float(wanted[item.token_id]), abs=tolerance)
 
 

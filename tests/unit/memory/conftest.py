@@ -8,8 +8,9 @@ import pytest
 import torch  # noqa: F401 - opened once here, so that no test is blamed for what importing it opens
 
 from tests.support.gpu import warm_up_gpu
+from tests.support.procfs import open_fds
 
-from .resources import open_fds, slab_mappings
+from .resources import slab_mappings
 
 warm_up_gpu()  # for the same reason
 

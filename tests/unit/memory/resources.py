@@ -1,20 +1,10 @@
-"""What a process holds of the kernel's resources, to compare before and after."""
+"""What this process holds of slabs, to compare before and after."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-
-def open_fds() -> frozenset[str]:
-    """Open fds with what they refer to; none of the call itself remains.  Without the rings that readers
-    of cold files make once and keep."""
-    fds = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            fds.add(f"{fd.name} {fd.readlink()}")
-        except FileNotFoundError:  # the one that listed the folder
-            continue
-    return frozenset(fd for fd in fds if "[io_uring]" not in fd)
+from tests.support.procfs import open_fds
 
 
 def slab_mappings() -> tuple[str, ...]:

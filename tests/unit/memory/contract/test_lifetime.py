@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import InvariantError, OutOfMemory, ProtocolError
 from shared.ids import DeviceId, SlabId
-from tests.unit.memory.resources import open_fds
+from tests.support.procfs import open_fds
 
 from .pair import DATA, SLAB_BYTES, Pair
 
