@@ -47,8 +47,14 @@ void SlabCopies::fail(const std::exception_ptr& error) noexcept {
 CudaCopyQueue::CudaCopyQueue(CudaDevice& device)
     : device_(device),
       stream_(device.least_priority()),
-      has_batches_(static_cast<bool>(CudaDriver::get().copy_batch)),
-      thread_([this] { run(); }) {}
+      has_batches_(static_cast<bool>(CudaDriver::get().copy_batch)) {
+  // Here, for what takes and submits batches has nobody to throw to.
+  for (Batch& batch : batches_) batch.copies.reserve(kMostCopies);
+  targets_.reserve(kMostCopies);
+  sources_.reserve(kMostCopies);
+  sizes_.reserve(kMostCopies);
+  thread_ = std::thread([this] { run(); });
+}
 
 CudaCopyQueue::~CudaCopyQueue() {
   {

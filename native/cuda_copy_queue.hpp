@@ -115,7 +115,7 @@ class CudaCopyQueue {
   bool is_ending_ = false;
   std::deque<Copy> ready_;
 
-  std::thread thread_;  // last: it uses all the others
+  std::thread thread_;  // it uses all the others
 };
 
 }  // namespace changeover
