@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loaderd.slab_closer import SlabCloser
-from shared.errors import InvariantError
+from shared.errors import ChangeoverError, DriverError, InvariantError
 from shared.ids import DeviceId
 from tests.support.resident import make_resident
 from tests.unit.device_host import (
@@ -45,6 +45,10 @@ def let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
+def _no_failure(error: ChangeoverError) -> None:
+    raise error
+
+
 def test_it_is_closed_in_its_own_time(let_go: threading.Event) -> None:
     async def main() -> None:
         closer.add(slabs)
@@ -59,25 +63,75 @@ def test_it_is_closed_in_its_own_time(let_go: threading.Event) -> None:
 
     backend = FakeBackend()
     slabs = make_resident(backend, "v1", {"w": b"x" * 1000}).slabs
-    with SlabCloser() as closer:
+    with SlabCloser(_no_failure) as closer:
         asyncio.run(main())
 
 
-def test_what_cannot_be_closed_is_told_once() -> None:
+def test_what_cannot_be_closed_is_told_once_and_to_nobody_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        closer.add(slabs)
-        with pytest.raises(InvariantError, match="closed twice"):
-            await closer.settle()
+        closer.add(slabs[:2])
+        await closer.settle()
+        assert told == [refused]
+        closer.add(slabs[2:])
         await closer.settle()
 
+    backend, told = FakeBackend(), list[ChangeoverError]()
+    slabs = [make_resident(backend, version, {"w": b"x"}).slabs[0] for version in ("v1", "v2", "v3")]
+    refused = DriverError("cuMemUnmap", 700, "an illegal address was met")
+    close = FakeSlab.close
+
+    def refusing(slab: FakeSlab) -> None:
+        close(slab)
+        if slab is slabs[0]:
+            raise refused
+
+    monkeypatch.setattr(FakeSlab, "close", refusing)
+    with SlabCloser(told.append) as closer:
+        asyncio.run(main())
+    assert told == [refused]
+    assert not backend.live, "those after it are closed, too"
+
+
+def test_a_broken_invariant_ends_what_ends() -> None:
+    told: list[ChangeoverError] = []
     slabs = make_resident(FakeBackend(), "v1", {"w": b"x"}).slabs
     slabs[0].close()
-    with SlabCloser() as closer:
-        asyncio.run(main())
-    closer = SlabCloser()
+    closer = SlabCloser(told.append)
     closer.add(slabs)
+    asyncio.run(closer.settle())
     with pytest.raises(InvariantError, match="closed twice"):
         closer.close()
+    assert len(told) == 1
+
+
+def test_it_needs_no_thread_when_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    backend = FakeBackend()
+    slabs = make_resident(backend, "v1", {"w": b"x"}).slabs
+    with SlabCloser(_no_failure) as closer:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        closer.add(slabs)
+    assert not backend.live
+
+
+def test_who_waits_no_longer_leaves_the_others_waiting(let_go: threading.Event) -> None:
+    async def main() -> None:
+        closer.add(slabs)
+        leaving, staying = (asyncio.create_task(closer.settle()) for _ in range(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait((leaving,))
+        assert not staying.done()
+        let_go.set()
+        await staying
+        assert not backend.live
+
+    backend = FakeBackend()
+    slabs = make_resident(backend, "v1", {"w": b"x"}).slabs
+    with SlabCloser(_no_failure) as closer:
+        asyncio.run(main())
 
 
 @pytest.fixture
@@ -147,3 +201,40 @@ def test_what_is_swept_to_make_room_is_waited_for(
         assert early[:VERSION_SLABS] == [False] * VERSION_SLABS
 
     run(2, scenario)
+
+
+def test_a_status_does_not_wait_for_ever(
+    run: Callable[..., None], let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        monkeypatch.setattr("loaderd.inquiries.SETTLE_WITHIN_S", 0.05)
+        for version in ("v1", "v2", "v3"):
+            operation = host.loaderd._host.operations.get((await host.ask(version)).operation or "")
+            await host.signal.until(lambda: not operation.is_running)  # noqa: B023  awaited here
+        async with asyncio.timeout(WITHIN_S):
+            assert (await host.status()).memory[0].free_bytes == 0
+        let_go.set()
+
+    run(3, scenario)
+
+
+def test_what_cannot_be_closed_fails_no_push_and_is_in_the_history(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        for version in ("v1", "v2", "v3", "v4"):
+            assert (await host.push(version)).state == "done"
+        assert (await host.status()).memory[0].free_bytes == VERSION_BYTES
+        (told,) = (entry for entry in host.history() if entry.kind == "memory.not_freed")
+        assert "cuMemUnmap" in told.cause
+
+    close, refused = FakeSlab.close, []
+
+    def refusing(slab: FakeSlab) -> None:
+        close(slab)
+        if not refused:
+            refused.append(slab)
+            raise DriverError("cuMemUnmap", 700, "an illegal address was met")
+
+    monkeypatch.setattr(FakeSlab, "close", refusing)
+    run(3, scenario)
