@@ -6,18 +6,23 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from loaderd.loading import Loaded, load_and_verify
 from loaderd.slab_closer import SlabCloser
+from loaderd.version_load import VersionLoad
 from shared.errors import ChangeoverError, DriverError, InvariantError
-from shared.ids import DeviceId
+from shared.ids import DeviceId, OperationId
 from tests.support.resident import make_resident
 from tests.unit.device_host import (
+    MODEL,
     SEEDS,
     VERSION_BYTES,
     VERSION_SLABS,
     A,
+    B,
     DeviceHost,
     device_host,
     write_version,
@@ -238,3 +243,62 @@ def test_what_cannot_be_closed_fails_no_push_and_is_in_the_history(
 
     monkeypatch.setattr(FakeSlab, "close", refusing)
     run(3, scenario)
+
+
+def test_what_is_let_go_of_before_a_load_is_planned_is_waited_for(
+    run: Callable[..., None], let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client was answered before."""
+
+    async def scenario(host: DeviceHost) -> None:
+        async def proven(_: VersionLoad) -> None:
+            host.loaderd.closer.add([_filled(host, A)])
+            asyncio.get_running_loop().call_later(0.05, let_go.set)
+
+        await host.push("v1")
+        monkeypatch.setattr(VersionLoad, "prove", proven)
+        assert (await host.push("v2")).state == "done"
+
+    run(2, scenario)
+
+
+def test_a_copy_to_another_device_waits(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, let_go: threading.Event
+) -> None:
+    async def main() -> None:
+        async with device_host(short_path, monkeypatch, devices=(A,), capacity_bytes=VERSION_BYTES) as host:
+            write_version(host.folder / "models", "v1")
+            await host.push("v1")
+            active = host.loaderd.deployments[MODEL].active
+            assert active is not None
+            host.loaderd.closer.add([_filled(host, B)])
+            copying = asyncio.create_task(host.loaderd._host.copies.on(B, active))
+            await asyncio.sleep(0.05)
+            assert not copying.done()
+            let_go.set()
+            assert (await copying).tag == active.tag
+
+    asyncio.run(main())
+
+
+def test_what_is_superseded_as_it_is_loaded_is_given_back(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(host: DeviceHost) -> None:
+        def load(*arguments: Any) -> Loaded:
+            loaded = load_and_verify(*arguments)
+            current = host.loaderd.deployments[MODEL]._current
+            assert current is not None
+            current.superseded_by = OperationId("another")
+            return loaded
+
+        monkeypatch.setattr("loaderd.version_load.load_and_verify", load)
+        assert (await host.push("v1")).state == "superseded"
+        assert host.used() == {A: 0}
+
+    run(1, scenario)
+
+
+def _filled(host: DeviceHost, device: DeviceId) -> FakeSlab:
+    """A slab of loaderd's that a version could take the place of."""
+    return host.backend.create_slab(device, VERSION_BYTES).seal()
