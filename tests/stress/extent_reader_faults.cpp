@@ -137,6 +137,11 @@ void check_read(ReadQueue& queue, const File& file, std::uint64_t offset, std::u
   }
 }
 
+// The kernel writes to no slot any more.
+void check_idle(const ReadQueue& queue) {
+  for (unsigned slot = 0; slot < kSlots; ++slot) CHECK(queue.is_idle(slot));
+}
+
 struct Extent {
   std::uint64_t offset;
   std::uint64_t nbytes;
@@ -267,7 +272,8 @@ void errors_say_where(bool is_cold) {
     CHECK(error.file_offset() <= bad + 10 && error.file_offset() + kChunkBytes > bad);
   }
   fake_pread = nullptr;
-  check_read(queue, file, 0, kFileBytes, true);  // nothing is left under way
+  check_idle(queue);
+  check_read(queue, file, 0, kFileBytes, true);
 }
 
 void a_file_that_shrinks_meanwhile_ends_early(bool is_cold) {
@@ -285,6 +291,7 @@ void a_file_that_shrinks_meanwhile_ends_early(bool is_cold) {
   } catch (const ReadError& error) {
     CHECK(error.number() == 0 && error.file_offset() == end);
   }
+  check_idle(queue);
 }
 
 void impossible_ranges_are_refused() {
