@@ -30,8 +30,8 @@ class SlabCloser(Closing):
 
     def add(self, take_slabs: Sequence[Slab]) -> None:
         """Begin to close slabs, after those that came before."""
-        self._note()
         self._under_way.append(self._thread.submit(_close, take_slabs))
+        self._note()
 
     async def settle(self) -> None:
         """Return once all that was added is free, as far as it could be closed."""

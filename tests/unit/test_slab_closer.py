@@ -109,6 +109,24 @@ def test_a_broken_invariant_ends_what_ends() -> None:
     assert len(told) == 1
 
 
+def test_what_comes_next_is_closed_whatever_came_of_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(slab: FakeSlab) -> None:
+        close(slab)
+        if slab is before:
+            raise RuntimeError("nobody knows this")
+
+    backend, close = FakeBackend(), FakeSlab.close
+    before, after = (make_resident(backend, version, {"w": b"x"}).slabs[0] for version in ("v1", "v2"))
+    monkeypatch.setattr(FakeSlab, "close", refuse)
+    closer = SlabCloser(_no_failure)
+    closer.add([before])
+    closer._under_way[0].exception(WITHIN_S)
+    with pytest.raises(RuntimeError, match="nobody knows"):
+        closer.add([after])
+    closer.close()
+    assert not backend.live
+
+
 def test_it_needs_no_thread_when_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
