@@ -357,6 +357,23 @@ def test_readers_stay_near_the_device_they_read_into(folder: Path, backend: Fake
         slab.close()
 
 
+def test_the_first_slab_is_allocated_before_readers_start_and_the_others_beside_them(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, by_us = FakeBackend.create_slab, list[bool]()
+
+    def noted(self: FakeBackend, device: DeviceId, nbytes: int) -> FakeWritableSlab:
+        by_us.append(threading.current_thread() is threading.main_thread())
+        return create(self, device, nbytes)
+
+    monkeypatch.setattr(FakeBackend, "create_slab", noted)
+    with open_directory(folder) as checkpoint:
+        loaded = _load(checkpoint, backend)
+    assert by_us == [True] + [False] * (len(loaded.new_slabs) - 1)
+    for slab in loaded.new_slabs:
+        slab.close()
+
+
 class _Meter:
     """Lets everything through, and says how much it was."""
 
