@@ -35,6 +35,7 @@ TROUBLE = frozenset(
         "inferd.release_failed",
         "lease.closed",
         "lease.refused",
+        "memory.not_freed",
         "push.refused",
         "restore.refused",
         "rollout.straggler",

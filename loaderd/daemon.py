@@ -100,7 +100,7 @@ class Loaderd:
                 self._reserve(device, config.pool_bytes)
         nvml = open_nvml() if config.backend == "cuda" else None
         self.gpus = GpuWatch(nvml, devices.all, chronicle)
-        self.closer = SlabCloser()
+        self.closer = SlabCloser(self._not_freed)
         self.slabs = SlabTable(self.closer.add)
         versions = VersionTable(chronicle, self.slabs)
         planner = Planner(
@@ -146,6 +146,10 @@ class Loaderd:
                 pool_bytes=pool_bytes,
                 missing_bytes=missing,
             )
+
+    def _not_freed(self, error: ChangeoverError) -> None:
+        text = f"memory that nobody uses could not be given back: {error.message}"
+        self._chronicle.record("memory.not_freed", text)
 
     def policy(self) -> Policy:
         """Who may do what; raises ConfigError for a group that does not exist."""

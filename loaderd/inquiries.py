@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -47,6 +48,10 @@ Found = TypeVar("Found")
 FOLDER_READS_AT_ONCE = 8
 """Requests that wait for something from a folder; more are told to try again."""
 
+SETTLE_WITHIN_S = 2.0
+"""Longest wait of a status for memory that is being given back; a client waits for five seconds, and what is
+wrong with a host whose driver hangs is seen in its status."""
+
 NAMES_SHOWN = 200
 """Tensor names a diff lists of each kind; a reply must fit one frame."""
 
@@ -82,8 +87,10 @@ class Inquiries:
             self._folder_reads -= 1
 
     async def status(self, _: Status) -> StatusReport:
-        """Everything at one moment, with all that was let go of counted as free."""
-        await self._host.closer.settle()
+        """Everything at one moment, with all that was let go of counted as free, unless that takes long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_WITHIN_S):
+                await self._host.closer.settle()
         return StatusReport(
             generation=self._host.chronicle.generation,
             pid=os.getpid(),

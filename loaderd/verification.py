@@ -4,7 +4,7 @@ slab."""
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from loaderd.checkpoint.header import TensorSource
@@ -47,6 +47,11 @@ class Verification:
             if request.seal is not None and name in shared:
                 self._known[place] = (shared[name], request.seal.tensors[name].digest)
         progress.add_verified(sum(place[2] for place in self._known))
+        self._unchecked = Counter[DeviceId]()  # places that are new on each device
+        nowhere: tuple[Mapping[DeviceId, Slab], ...] = ({},) * len(request.placement.slabs)
+        for index, replicas in enumerate((*nowhere, *request.shared)):
+            lacking = [device for device in request.devices if device not in replicas]
+            self._unchecked.update(dict.fromkeys(lacking, len(self._places[index])))
 
     def batches(self, index: int, slab: Slab, grain: Callable[[int], int] = int) -> list[list[Part]]:
         """What is to be checked of a slab or of a replica, in pieces for one call of `check` each; `grain`
@@ -68,6 +73,7 @@ class Verification:
         with self._lock:
             is_first = place not in self._known
             known = self._known.setdefault(place, found)
+            self._unchecked[slab.entry.device] -= 1
         if known != found:
             raise self._mismatch(place, f"is not on {slab.entry.device} what it is elsewhere")
         if is_first:
@@ -87,11 +93,15 @@ class Verification:
         return tuple(sorted(tensors, key=lambda entry: entry.name))
 
     def check_all_found(self, table: Sequence[TensorEntry]) -> None:
-        """Raise InvariantError unless every place was checked and holds what `table` says."""
+        """Raise InvariantError unless every place was checked on every device that it is new on, and holds
+        what `table` says."""
         for entry in table:
             found = self._known.get((entry.slab, entry.offset_bytes, entry.nbytes))
             if found != (entry.crc32, entry.digest):
                 raise InvariantError(f"{entry.name!r} is {found}, in the table {entry.crc32}, {entry.digest}")
+        for device, places in self._unchecked.items():
+            if places:
+                raise InvariantError(f"{places} places on {device} were not checked")
 
     def _describe(self, place: Place, content: tuple[int, Digest]) -> list[TensorEntry]:
         return [

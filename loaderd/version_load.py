@@ -152,8 +152,7 @@ class VersionLoad:
             self._cancelled.set()
             await asyncio.wait((work,))
             if not work.cancelled() and work.exception() is None:
-                for slab in work.result().new_slabs:
-                    slab.close()
+                self._host.closer.add(work.result().new_slabs)
             raise
 
     def _advance(self, event: VersionEvent, cause: str) -> None:

@@ -93,6 +93,9 @@ def test_slabs_complete_one_by_one_with_the_checksums_of_their_tensors(
         assert run.nbytes <= run_bytes
         assert all(a.file_offset + a.nbytes == b.file_offset for a, b in pairwise(run.extents))
         assert {(extent.file, extent.slab) for extent in run.extents} == {(run.file, run.slab)}
+    for slab in range(len(placement.slabs)):
+        starts = [(run.file, run.file_offset) for run in taken if run.slab == slab]
+        assert starts == sorted(starts), "a file is read from its beginning to its end"
     assert joined(extent for run in taken for extent in run.extents) == joined(placement.reads)
 
 

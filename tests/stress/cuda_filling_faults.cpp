@@ -123,6 +123,24 @@ void a_copy_that_failed_is_told_before_the_slab_is_sealed() {
   CHECK(budget->used_bytes() == 0);
 }
 
+// Its slot is filled again, and its slab goes.
+void a_copy_that_failed_does_not_run_on() {
+  const auto budget = std::make_shared<Budget>(std::nullopt);
+  const File file(kStepBytes);
+  const auto staging = std::make_shared<CudaStaging>(device(), kSlotBytes, 2);
+  for (const char* entry : {"cuEventRecord", "cuEventQuery"}) {
+    {
+      const auto writable = WritableCudaSlab::create(*budget, staging, "slab", kStepBytes, false);
+      fake_cuda().fail_entry(entry, 1, kPlanted);
+      writable->read_file(file.fd.borrow(), 0, 0, kSlotBytes);
+      CHECK_THROWS(writable->seal(), SystemError);
+      CHECK(fake_cuda().pending() == 0);
+    }
+    device().releases().settle();
+    CHECK(budget->used_bytes() == 0);
+  }
+}
+
 // The fake driver ends the program where a copy is submitted into memory that is gone.
 void a_slab_may_be_closed_while_it_is_filled() {
   const auto budget = std::make_shared<Budget>(std::nullopt);
@@ -156,5 +174,6 @@ int main() {
   copies_of_a_driver_without_batches_are_the_same();
   a_few_batches_of_a_few_copies_are_under_way();
   a_copy_that_failed_is_told_before_the_slab_is_sealed();
+  a_copy_that_failed_does_not_run_on();
   a_slab_may_be_closed_while_it_is_filled();
 }

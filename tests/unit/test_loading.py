@@ -290,6 +290,39 @@ def test_what_was_not_checked_is_not_offered(
             _load(checkpoint, backend)
 
 
+def test_a_table_of_promises_is_held_against_what_was_found(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if a tensor that is not what its seal says were let through."""
+    has_table = threading.Event()
+    hash_leaves, make_table = FakeSlab.sha256_leaves, Verification.table
+
+    def hold(self: FakeSlab, offset_bytes: int, nbytes: int, leaf_bytes: int) -> bytes:
+        assert has_table.wait(20)
+        return hash_leaves(self, offset_bytes, nbytes, leaf_bytes)
+
+    def noted(self: Verification) -> tuple[TensorEntry, ...]:
+        table = make_table(self)
+        has_table.set()
+        return table
+
+    monkeypatch.setattr(Verification, "table", noted)
+    monkeypatch.setattr(FakeSlab, "sha256_leaves", hold)
+    monkeypatch.setattr("loaderd.verification.check_tensor", lambda *_, **__: None)
+    seal_directory(folder)
+    with open_directory(folder) as checkpoint:
+        victim = next(t for t in checkpoint.tensors if t.name == "layer.3.w")
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[victim.file_offset] ^= 1
+    path.write_bytes(raw)
+    with (
+        open_directory(folder) as checkpoint,
+        pytest.raises(InvariantError, match=r"'layer.3.w' is .* in the table"),
+    ):
+        _load(checkpoint, backend)
+
+
 def test_a_difference_ends_the_reading(
     folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +353,23 @@ def test_readers_stay_near_the_device_they_read_into(folder: Path, backend: Fake
     with open_directory(folder) as checkpoint:
         loaded = _load(checkpoint, backend)
     assert backend.near == [slab.entry.device for slab in loaded.new_slabs[:1]] * backend.readers
+    for slab in loaded.new_slabs:
+        slab.close()
+
+
+def test_the_first_slab_is_allocated_before_readers_start_and_the_others_beside_them(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, by_us = FakeBackend.create_slab, list[bool]()
+
+    def noted(self: FakeBackend, device: DeviceId, nbytes: int) -> FakeWritableSlab:
+        by_us.append(threading.current_thread() is threading.main_thread())
+        return create(self, device, nbytes)
+
+    monkeypatch.setattr(FakeBackend, "create_slab", noted)
+    with open_directory(folder) as checkpoint:
+        loaded = _load(checkpoint, backend)
+    assert by_us == [True] + [False] * (len(loaded.new_slabs) - 1)
     for slab in loaded.new_slabs:
         slab.close()
 

@@ -29,13 +29,14 @@ from shared.errors import (
     CheckpointError,
     DigestMismatch,
     DriverError,
+    InvariantError,
     OutOfMemory,
     ReadFailed,
 )
 from shared.gate import Gate
 from shared.ids import DeviceId, VersionRef
 from shared.memory.backend import Slab
-from shared.resident import ResidentVersion, check_identity, content_digest
+from shared.resident import Part, ResidentVersion, check_identity, content_digest
 from tests.unit.memory.fake_backend import FakeBackend, FakeMemory, FakeWritableSlab
 
 A, B, C = DeviceId("GPU-a"), DeviceId("GPU-b"), DeviceId("GPU-c")
@@ -159,6 +160,25 @@ def test_memory_for_every_copy_is_taken_before_a_byte_is_read(folder: Path, back
     assert caught.value.device == B
     assert backend.calls["read"] == 0
     backend.memory.give_back(others.slab_id)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_was_checked_on_one_device_only_is_not_offered(
+    folder: Path, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    check = Verification.check
+
+    def forgetful(
+        self: Verification, filled: FilledSlab, slab: Slab, batch: list[Part], spread: float
+    ) -> None:
+        if slab.entry.device != B:
+            check(self, filled, slab, batch, spread)
+
+    resident = _load(folder, backend, (A,))
+    monkeypatch.setattr(Verification, "check", forgetful)
+    with pytest.raises(InvariantError, match=rf"{TENSORS} places on {B} were not checked"):
+        _load(folder, backend, (A, B), [resident.copies[A]] if is_shared else [])
+    _close(resident.new_slabs)
 
 
 @pytest.mark.parametrize("at", [17, -1])

@@ -15,7 +15,7 @@ import zmq
 
 from loaderd.daemon import _bound
 from loaderd.event_socket import EventSocket
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ResourceError
 from shared.run_dir import DEFAULT_RUN_DIR, RunDir, listen_seqpacket
 from shared.unix_listener import UnixListener
 
@@ -82,6 +82,23 @@ def test_one_that_cannot_be_written_says_whose_it_is_and_how_to_mend_it(short_pa
     ):
         pytest.fail("it runs")
     assert not any(short_path.iterdir())
+
+
+def test_one_on_a_read_only_file_system_is_told_as_such(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command that sets owners and mode right would not help."""
+    facts = os.statvfs(short_path)
+    read_only = os.statvfs_result((*facts[:8], facts.f_flag | os.ST_RDONLY, facts.f_namemax))
+    monkeypatch.setattr(os, "statvfs", lambda _: read_only)
+    with refused(f"run directory {short_path} is on a read-only file system; set run_dir to another"):
+        RunDir(short_path).check()
+
+
+def test_a_lock_that_is_no_file_is_not_told_to_be_another_users(short_path: Path) -> None:
+    (short_path / "loaderd.lock").mkdir()
+    with pytest.raises(ResourceError, match=r"loaderd\.lock cannot be made by .*: Is a directory$"):
+        RunDir(short_path).only_daemon("loaderd").__enter__()
 
 
 @needs_root

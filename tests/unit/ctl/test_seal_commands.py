@@ -220,13 +220,15 @@ def test_a_signature_by_another_key(tmp_path: Path, folder: Path, keys: KeyPair)
     assert both.code == 0
 
 
-def test_what_was_altered_after_signing(tmp_path: Path, folder: Path, keys: KeyPair) -> None:
+@pytest.mark.parametrize("name", ["config.json", "README.md"])
+def test_what_was_altered_after_signing(tmp_path: Path, folder: Path, keys: KeyPair, name: str) -> None:
+    (folder / "README.md").write_text("no part of the version")
     run(tmp_path, "seal", "tiny-v1", "--key", str(keys.private))
-    with (folder / "config.json").open("a") as file:
+    with (folder / name).open("a") as file:
         file.write(" ")
     refused = run(tmp_path, "verify", "tiny-v1/", "--key", str(keys.public))
     assert refused.code == 3
-    assert refused.stderr.startswith("error: config.json: is sha256:")
+    assert refused.stderr.startswith(f"error: {name}: is sha256:")
     assert refused.stderr.endswith(f": altered after signing{SIGN_IT}\n")
 
 
@@ -245,11 +247,14 @@ def test_a_key_that_cannot_be_used_is_told_before_anything_is_hashed(tmp_path: P
         assert ran.stderr == "error: nowhere.pem: No such file or directory\n"
 
 
-def test_a_resident_version_is_not_verified_with_a_key(tmp_path: Path, keys: KeyPair) -> None:
-    ran = run(tmp_path, "verify", "tiny-v1", "--key", str(keys.public))
+@pytest.mark.parametrize("option", ["--key", "--jobs"])
+def test_a_resident_version_is_not_verified_as_folders_are(
+    tmp_path: Path, keys: KeyPair, option: str
+) -> None:
+    ran = run(tmp_path, "verify", "tiny-v1", option, "2" if option == "--jobs" else str(keys.public))
     assert (ran.code, ran.stderr) == (
         2,
-        "error: --key is for folders: tiny-v1 is a version, ./tiny-v1 a folder\n",
+        f"error: {option} is for folders: tiny-v1 is a version, ./tiny-v1 a folder\n",
     )
 
 
