@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,3 +73,14 @@ def write_sharded(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def damage(path: Path, byte: int) -> None:
+    """Flip one bit and leave size and times as they were."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(byte)
+        value = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([value ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -9,12 +9,20 @@ from pathlib import Path
 import pytest
 import structlog.testing
 
+from tests.support.signing import KeyPair, make_keys
+
 
 @pytest.fixture
 def plain_logs() -> Iterator[None]:
     """structlog's default for terminals renders the locals of every frame, and so keeps them alive."""
     with structlog.testing.capture_logs():
         yield
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyPair:
+    """To be read only: a test that changes a key's file makes one of its own."""
+    return make_keys(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def test_journald_is_told_the_priority(out: io.StringIO, method: str, priority: 
 
 
 def test_library_loggers_take_the_same_path(out: io.StringIO) -> None:
-    library = logging.getLogger(f"{__name__}.library")
+    library = logging.getLogger(f"{__name__}.early")
     elsewhere = io.StringIO()
     library.addHandler(logging.StreamHandler(elsewhere))
     library.propagate = False
@@ -129,7 +129,7 @@ def test_library_loggers_take_the_same_path(out: io.StringIO) -> None:
     route_library_logs()
     late.warning("late")
     assert [(line["logger"], line["event"]) for line in _lines(out)] == [
-        (f"{__name__}.library", "3 weights"),
+        (f"{__name__}.early", "3 weights"),
         (f"{__name__}.late", "late"),
     ]
     assert elsewhere.getvalue() == ""

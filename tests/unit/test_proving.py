@@ -29,7 +29,7 @@ from shared.control import Event
 from shared.errors import SignatureRefused, Superseded
 from shared.gate import Gate
 from shared.ids import Generation, OperationId, VersionRef
-from tests.support.signing import KeyPair, make_keys, sign_by_reference
+from tests.support.signing import KeyPair, sign_by_reference
 from tests.unit.checkpoint_files import write_single
 
 REF = VersionRef("m", "v1")
@@ -55,11 +55,6 @@ def events() -> Events:
 def operations(tmp_path: Path, events: Events) -> Iterator[Operations]:
     with Journal(tmp_path / "journal.jsonl") as journal:
         yield Operations(Chronicle(journal, Generation("g"), events))
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> KeyPair:
-    return make_keys(tmp_path / "keys")
 
 
 @pytest.fixture

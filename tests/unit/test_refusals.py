@@ -16,7 +16,7 @@ from loaderd.seal.create import seal_directory
 from shared.control import Diff, Push
 from shared.errors import ChangeoverError, CheckpointError
 from shared.ids import VersionRef
-from tests.support.signing import KeyPair, make_keys
+from tests.support.signing import KeyPair
 from tests.unit.checkpoint_files import write_single
 from tests.unit.device_host import MODEL, A, DeviceHost, device_host, write_version
 
@@ -40,11 +40,6 @@ def run(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         asyncio.run(main())
 
     return run
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyPair:
-    return make_keys(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.mark.parametrize(

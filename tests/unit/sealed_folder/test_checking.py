@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,8 @@ from loaderd.seal.create import seal_directory
 from loaderd.seal.document import Seal, read_seal
 from shared.digest import LEAF_BYTES
 from shared.errors import CheckpointError, DigestMismatch, InvariantError
-from tests.unit.checkpoint_files import Tensor, write_single
+from tests.unit.checkpoint_files import Tensor, damage, write_single
 from tests.unit.sealed_folder.shards import BIG
-
-
-def damage(path: Path, byte: int) -> None:
-    """Flip one bit and leave size and times as they were."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(byte)
-        value = file.read(1)[0]
-        file.seek(byte)
-        file.write(bytes([value ^ 1]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def source_of(folder: Path, name: str) -> TensorSource:

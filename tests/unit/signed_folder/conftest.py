@@ -16,11 +16,6 @@ BESIDE = ("README.md", "docs/é.txt", "docs/a.b/c", "docs/a/c", ".cache/x")
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyPair:
-    return make_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
 def other_keys(tmp_path_factory: pytest.TempPathFactory) -> KeyPair:
     return make_keys(tmp_path_factory.mktemp("other"))
 
