@@ -59,10 +59,9 @@ class Filling:
         others: they end when all are sealed, with OutOfMemory, with CheckpointError where a file ends early
         or cannot be read, with Superseded where the crew is to end.  Raises OutOfMemory."""
         # The first one here: beside a dozen threads that start, it took twice as long.
-        first, others = self._schedule.order[:1], self._schedule.order[1:]
-        for index in first:
+        for index in self._schedule.order[:1]:
             self._create(index)
-        allocating = crew.start(1, lambda: self._allocate(crew, others))
+        allocating = crew.start(1, lambda: self._allocate(crew))
         return [*allocating, *crew.start(self._backend.readers, lambda: self._read(crew))]
 
     def _create(self, index: int) -> None:
@@ -72,9 +71,9 @@ class Filling:
             self._writable[index] = slab
             self._allocated.notify_all()
 
-    def _allocate(self, crew: Crew, slabs: Sequence[int]) -> None:
+    def _allocate(self, crew: Crew) -> None:
         try:
-            for index in slabs:
+            for index in self._schedule.order[1:]:
                 if crew.is_ending:
                     return
                 self._create(index)

@@ -20,8 +20,9 @@ class ReadQueue {
   ReadQueue& operator=(const ReadQueue&) = delete;
   ~ReadQueue();
 
-  // Known from the first `start` on: what reads no cold file takes nothing of the kernel.
+  // Whether no read of this number was started, or it was waited for.
   bool is_idle(unsigned slot) const noexcept { return reads_[slot].state == State::idle; }
+  // Known from the first `start` on: what reads no cold file takes nothing of the kernel.
   bool is_asynchronous() const noexcept { return ring_ != nullptr; }
   // Begin; `slot` must be idle, `to` and the fd stay untouched until `finish` or `drain`.
   void start(unsigned slot, int borrow_fd, std::uint64_t offset, std::span<std::byte> to);

@@ -1,9 +1,13 @@
-"""Users and groups of the host, as messages name them."""
+"""Users and groups of the host, as messages name them, and what the kernel says to one who may not."""
 
 from __future__ import annotations
 
+import errno
 import grp
 import pwd
+
+FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+"""Errors of a file that this user may not make or write, however often it is tried."""
 
 
 def user_text(uid: int) -> str:

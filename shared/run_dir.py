@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shlex
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.accounts import group_text, user_text
+from shared.accounts import FORBIDDEN, group_text, user_text
 from shared.errors import ConfigError, ResourceError
 
 DEFAULT_RUN_DIR = Path("/run/changeover")
@@ -21,9 +20,6 @@ RUN_DIR_VARIABLE = "CHANGEOVER_RUN_DIR"
 
 PATH_BYTES = 107
 """Longest path of a Unix socket: sizeof(sun_path) less the terminating zero, unix(7)."""
-
-FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-"""What the kernel says where trying again will not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +115,12 @@ def _open_lock(path: Path, name: str) -> int:
                 f"if no other {name} runs here: rm {shlex.quote(str(path))}"
             ) from error
         kind = ConfigError if error.errno in FORBIDDEN else ResourceError
-        raise kind(f"{path} cannot be made by {user_text(os.geteuid())}: {error.strerror}") from error
+        raise kind(cannot_make(path, error)) from error
+
+
+def cannot_make(path: Path, error: OSError) -> str:
+    """What is said where the kernel lets this process make no file at `path`."""
+    return f"{path} cannot be made by {user_text(os.geteuid())}: {error.strerror}"
 
 
 def remove_left_over(path: Path) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.accounts import user_text
+from shared.accounts import FORBIDDEN
 from shared.closing import Closing
 from shared.errors import ConfigError, DriverError, ResourceError
 from shared.fdpass import PeerCredentials
-from shared.run_dir import FORBIDDEN, PATH_BYTES, remove_left_over
+from shared.run_dir import PATH_BYTES, cannot_make, remove_left_over
 
 CLAIM_TIMEOUT_S = 2.0
 """Longest wait for another process that claims a path in the same directory."""
@@ -52,9 +52,7 @@ class UnixListener(Closing):
             except OSError as error:
                 self.socket.close()
                 if error.errno in FORBIDDEN:
-                    raise ConfigError(
-                        f"{path} cannot be made by {user_text(os.geteuid())}: {error.strerror}"
-                    ) from error
+                    raise ConfigError(cannot_make(path, error)) from error
                 raise DriverError(f"bind({path})", error.errno or 0, error.strerror or str(error)) from error
 
     def close(self) -> None:

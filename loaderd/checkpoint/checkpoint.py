@@ -244,4 +244,4 @@ def open_checkpoint(roots: Sequence[Path], name: str) -> Checkpoint:
 
 def open_directory(directory: Path) -> Checkpoint:
     """Open the checkpoint in any directory, with the caller's own rights; for command-line tools."""
-    return Checkpoint(Folder.open(Path("/"), os.path.realpath(directory).lstrip("/")))
+    return Checkpoint(Folder.anywhere(directory))

@@ -53,6 +53,11 @@ class Folder(Closing):
             undo.pop_all()
         return folder
 
+    @classmethod
+    def anywhere(cls, directory: Path) -> Self:
+        """Open any directory, with the caller's own rights; for command-line tools.  Raises as `open`."""
+        return cls.open(Path("/"), os.path.realpath(directory).lstrip("/"))
+
     @property
     def root(self) -> Path:
         """The root, with symlinks on the way to it resolved."""

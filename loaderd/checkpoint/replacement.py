@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -11,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from loaderd.checkpoint.names import SEAL_FILE, SIGNATURE_FILE
+from shared.accounts import FORBIDDEN
 from shared.errors import CheckpointError, DriverError
 
 _TEMPORARY = re.compile(rf"\.({re.escape(SEAL_FILE)}|{re.escape(SIGNATURE_FILE)})\.[0-9a-f]{{16}}")
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def is_temporary(name: str) -> bool:
@@ -74,7 +73,7 @@ def _translated(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FORBIDDEN:
+        if error.errno in FORBIDDEN:
             raise CheckpointError(
                 f"cannot be written: {error.strerror}; sealing needs the right to create files in the folder",
                 file=name,

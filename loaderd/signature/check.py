@@ -71,7 +71,7 @@ def is_outdated(directory: Path, seal: Seal) -> bool:
         return False
     try:
         with (
-            Folder.open(Path("/"), os.path.realpath(directory).lstrip("/")) as folder,
+            Folder.anywhere(directory) as folder,
             SourceFile.open(folder, SIGNATURE_FILE) as source,
         ):
             statement = read_statement(read_bundle(source.read_all(SIGNATURE_LIMIT_BYTES)).payload)
